@@ -1,5 +1,8 @@
 """INT8 computation for diffusion transformers: what ComfyUI's side of the pack uses. It needs no ComfyUI itself."""
 
+from .ahead.calls_ahead import compile_ahead, prepare_compiling
+from .attention.exact_attention import ATTENTION_CHOICES, exact_attention, fastest_way
+from .attention.int8_attention import int8_attention, int8_attention_obstacle
 from .card.choices import Choice
 from .card.device import (
     AUTO_CHOICES,
@@ -18,14 +21,27 @@ from .card.machine import memory_rate
 from .card.triton_release import triton_advice, triton_problem
 from .checks import FLOAT_DTYPES
 from .compilers import read_as_plain
-from .gguf.formats import GGUF_FORMATS
+from .fused_ops.fused_ops import Norm, activate_quantize, activated, gated_residual, modulated, norm_quantize, norm_rope
 from .internals import function_modes
-from .internals.assumptions import missing
+from .internals.insides import missing
 from .internals.kitchen import kitchen_backend
 from .interruption import interruptible
+from .launching.background import foreground
+from .linear.channel_transform import UNCHANGED, ChannelTransform
+from .linear.int8_linear import (
+    LinearWeight,
+    RepeatedLinear,
+    int8_gemm,
+    int8_linear,
+    quantize_activations,
+    runs_kitchen,
+    settle,
+)
+from .linear.linear_reference import BlockForm, LinearForm, Quantized
 from .memory_plan import ask_outside_plan_by, unplanned_memory
-from .numerics.attention_error import MOST_ATTENTION_ERROR, AttentionError
-from .numerics.groups import (
+from .operators import Operator, OperatorCall
+from .quantization.attention_error import MOST_ATTENTION_ERROR, AttentionError
+from .quantization.groups import (
     ALPHAS,
     METHODS,
     ROUNDINGS,
@@ -36,16 +52,11 @@ from .numerics.groups import (
     rotation_group_of,
     transform_candidates,
 )
-from .numerics.protection import Protection
-from .numerics.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
-from .numerics.statistics import ActivationStatistics
-from .operators import Operator, OperatorCall
-from .ops.ahead import compile_ahead, prepare_compiling
-from .ops.attention import int8_attention, int8_attention_obstacle
-from .ops.exact_attention import ATTENTION_CHOICES, exact_attention, fastest_way
-from .ops.fused import Norm, activate_quantize, activated, gated_residual, modulated, norm_quantize, norm_rope
-from .ops.linear import LinearWeight, RepeatedLinear, int8_gemm, int8_linear, quantize_activations, runs_kitchen, settle
-from .ops.weights import (
+from .quantization.protection import Protection
+from .quantization.smoothing import check_alpha, divide_modulation_scale, divide_rows, multiply_columns
+from .quantization.statistics import ActivationStatistics
+from .weights.gguf_formats import GGUF_FORMATS
+from .weights.weight_ops import (
     dequantize_gguf,
     dequantize_weight,
     expand_codes,
@@ -55,7 +66,4 @@ from .ops.weights import (
     quantize_gguf,
     requantize_weight,
 )
-from .reference.linear import BlockForm, LinearForm, Quantized
-from .reference.transform import UNCHANGED, ChannelTransform
-from .reference.weights import GroupedCodes, LowRank, check_channels, quantize_weight
-from .triton_kernels.background import foreground
+from .weights.weight_reference import GroupedCodes, LowRank, check_channels, quantize_weight

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .internals.torch_functions import dispatch_modes
-from .reference.linear import quantize_activations_reference
-from .reference.transform import ChannelTransform
+from .linear.channel_transform import ChannelTransform
+from .linear.linear_reference import quantize_activations_reference
 
 _log = logging.getLogger(__name__)
 _warned_of: set[type[Exception]] = set()

@@ -1,6 +1,6 @@
 """What an operator of the pack is: a function and a kernel. All else follows from these.
 
-    @operator(kernel="fused", rounds=True)
+    @operator(kernel="fused_ops.fused_kernels", rounds=True)
     def norm_quantize(x: torch.Tensor, norm: Norm, ...) -> Operation[Quantized]:
         '''What it computes.'''
         check_tokens("x", x)
@@ -112,8 +112,8 @@ class Operator(Generic[P, R]):
         function: takes tensors, plain values, and dataclasses and named tuples of these. It raises TypeError or
             ValueError for bad ones; that all tensors are on one device is checked for all. A last parameter `out`, none
             of the operator's, is where the results are written.
-        kernel: the file of triton_kernels/ whose `launch_...` is of the op's name. It takes the tensors of a call in
-            the order of the schema, what else the schema has, and `out` if there is one.
+        kernel: the module under kernels/ whose `launch_...` is of the op's name. It takes the tensors of a call in the
+            order of the schema, what else the schema has, and `out` if there is one.
         rounds: whether results are rounded, so that they have no gradient; or of which tensors only, as the others are
             constants.
 
@@ -309,7 +309,7 @@ class Operator(Generic[P, R]):
     def launch(self, *flat: Any) -> OperatorLaunch | None:
         """What launches the kernel on tensors like these, the operator's arguments, and `out` where the op has it; None
         where no kernel can."""
-        module = import_module(f".triton_kernels.{self.kernel}", __package__)
+        module = import_module(f".{self.kernel}", __package__)
         options, out = [flat[place] for place in self._others], flat[len(self._words) :]
         return getattr(module, f"launch_{self.name}")(self._tensors(flat), *options, *out)
 

@@ -10,8 +10,8 @@ from ..kernels import METHODS, ROUNDINGS, Protection
 from .calibration.recorder import CalibrationRun
 from .host.notices import Badge, badges_output, show_load_warnings
 from .loading.summary import runs_where, summarize
-from .patching.attention import check_attention, set_attention
 from .patching.attention_kinds import AS_COMFYUI
+from .patching.attention_override import check_attention, set_attention
 from .pictures.plot import check_matplotlib, plot_chart
 from .quantization.quantize import WITHOUT_CALIBRATION, QuantizationSettings, quantize_model
 from .quantization.report import BF16, PROTECTED_IN, QuantizationReport

@@ -12,7 +12,10 @@ tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
 PROJECT = Path(__file__).resolve().parents[1]
 MOST_LINES = 400
 # From the ground up: a room imports what stands before it. In nodes/ what is above the rooms is the nodes themselves.
-KERNEL_ROOMS = ("internals", "reference", "gguf", "card", "triton_kernels", "ops", "numerics", "benchmark")
+KERNEL_ROOMS = (
+    *("internals", "card", "launching", "linear", "weights", "fused_ops", "attention", "ahead", "quantization"),
+    "benchmark",
+)
 NODE_ROOMS = (
     "comfyui",
     "demo",
@@ -51,7 +54,7 @@ FILES = {path: ast.parse(path.read_text()) for room in ("kernels", "nodes") for 
 
 
 def module_of(path):
-    """`kernels.triton_kernels.gemm` for kernels/triton_kernels/gemm.py; a folder for its __init__.py."""
+    """`kernels.linear.gemm` for kernels/linear/gemm.py; a folder for its __init__.py."""
     parts = path.relative_to(PROJECT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -82,6 +85,11 @@ OWN_IMPORTS = {module_of(path): {module for module, _ in imports_of(path)[0]} fo
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_no_file_is_a_second_subject_large(path):
     assert len(path.read_text().splitlines()) <= MOST_LINES
+
+
+def test_no_two_files_have_one_name():
+    names = [path.name for path in FILES if path.name != "__init__.py"]
+    assert len(names) > 100 and not {name for name in names if names.count(name) > 1}
 
 
 def test_imports_run_in_no_circle():
@@ -337,6 +345,8 @@ def test_the_map_names_every_room_and_no_other():
     assert len(named) > 15 and not [path for path in named if not (PROJECT / path).exists()]
     drawn = set(re.findall(r"[\w/]+(?:\.py|/)(?=\s)", text.partition("```")[2].partition("```")[0]))
     assert {f"{room}/" for room in (*KERNEL_ROOMS, *NODE_ROOMS)} <= drawn
-    shown = [path for path in FILES if path.parent.name in ("kernels", *KERNEL_ROOMS[:-1], "nodes")]
+    kernels = PROJECT / "kernels"
+    folders = {PROJECT / "nodes", kernels, *(kernels / room for room in KERNEL_ROOMS[:-1])}
+    shown = [path for path in FILES if path.parent in folders]
     assert {path.name for path in shown} - {"__init__.py"} <= drawn
     assert not {name for name in drawn if name.endswith(".py")} - {path.name for path in PROJECT.rglob("*.py")}

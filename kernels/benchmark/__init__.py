@@ -2,7 +2,7 @@
 
 from ..card.machine import describe_machine, native_backend, title
 from ..card.timing import Stopwatch
-from .attention import (
+from .attention_rows import (
     ATTENTION_METHODS,
     COMFYUI_CHOICE,
     AttentionResult,
@@ -33,4 +33,4 @@ from .outcome import (
     total_times,
     totals_by_shape,
 )
-from .report import IDEOGRAM4_SHAPES, LinearShape, ShapeResult, Times, markdown, notes
+from .shape_results import IDEOGRAM4_SHAPES, LinearShape, ShapeResult, Times, markdown, notes

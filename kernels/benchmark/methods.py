@@ -14,16 +14,16 @@ import torch.nn.functional as F
 
 from ..card.device import BF16, FUSED, NATIVE, fused_obstacle
 from ..card.machine import native_backend
-from ..gguf.formats import GGUF_FORMATS
 from ..internals import kitchen as comfy_kitchen
 from ..internals.torch_functions import scaled_mm
-from ..numerics.weight_rounding import quantize_to_codes
-from ..ops.linear import int8_linear, quantize_activations
-from ..ops.weights import expand_codes, quantize_gguf
-from ..reference.linear import int8_accumulate_reference
-from ..reference.transform import ChannelTransform
-from ..reference.weights import DEFAULT_CODEBOOK, GROUP, GroupedCodes, quantize_weight
-from .report import LinearShape, ShapeResult, Unavailable, sampled_rows
+from ..linear.channel_transform import ChannelTransform
+from ..linear.int8_linear import int8_linear, quantize_activations
+from ..linear.linear_reference import int8_accumulate_reference
+from ..quantization.weight_rounding import quantize_to_codes
+from ..weights.gguf_formats import GGUF_FORMATS
+from ..weights.weight_ops import expand_codes, quantize_gguf
+from ..weights.weight_reference import DEFAULT_CODEBOOK, GROUP, GroupedCodes, quantize_weight
+from .shape_results import LinearShape, ShapeResult, Unavailable, sampled_rows
 
 _ERROR_COLUMNS = 1024  # of a float64 weight at a time
 

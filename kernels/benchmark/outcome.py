@@ -14,10 +14,10 @@ from ..card.choices import Shape, fastest
 from ..card.device import BF16, FUSED
 from ..card.machine import title
 from .anonymous import anonymous
-from .attention import AttentionResult, AttentionWork
+from .attention_rows import AttentionResult, AttentionWork
 from .health import Health
 from .methods import METHOD_OF_WAY
-from .report import LinearShape, ShapeResult, markdown
+from .shape_results import LinearShape, ShapeResult, markdown
 
 T = TypeVar("T")
 _WORTH_TIMING = 0.98

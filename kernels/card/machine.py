@@ -16,16 +16,15 @@ from ..internals import kitchen
 
 # Where NVIDIA's driver for Linux says what it is. Elsewhere nothing that PyTorch brings says its release.
 _DRIVER = Path("/proc/driver/nvidia/version")
-_GEMM = "gemm_kernel ring_gemm_kernel gemm"
 _SOURCES = {
-    "GEMM": _GEMM,
-    "linear": f"{_GEMM} tiles quantizer rows",
-    "attention": "attention_kernel attention attention_operands",
+    "GEMM": ("linear", "gemm_kernel ring_gemm_kernel gemm"),
+    "linear": ("linear", "gemm_kernel ring_gemm_kernel gemm tiles quantizer rows"),
+    "attention": ("attention", "attention_kernel attention_launch attention_operands"),
 }
 # Named one by one: a file that moves away is an error here, and not a hash that no longer follows it.
 MEASURED_SOURCES = {
-    what: tuple(Path(__file__).parents[1] / "triton_kernels" / f"{name}.py" for name in names.split())
-    for what, names in _SOURCES.items()
+    what: tuple(Path(__file__).parents[1] / room / f"{name}.py" for name in names.split())
+    for what, (room, names) in _SOURCES.items()
 }
 """The files of the kernels by what is measured of them."""
 

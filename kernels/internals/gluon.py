@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .assumptions import GLUON, holds
+from .insides import GLUON, holds
 
 __all__ = ("HAS_GLUON", "barrier", "commit_copies", "copy_async", "gl", "gluon", "mma_v2", "wait_for_copies")
 

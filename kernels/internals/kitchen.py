@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .assumptions import KITCHEN_GEMM, holds
+from .insides import KITCHEN_GEMM, holds
 
 
 def kitchen_linear(backend: str | None = None) -> Callable[..., torch.Tensor]:

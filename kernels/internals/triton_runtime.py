@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .assumptions import COMPILING_ALONE, DIRECT_LAUNCH, LAUNCHER, holds
+from .insides import COMPILING_ALONE, DIRECT_LAUNCH, LAUNCHER, holds
 
 try:  # Triton 3.4 and newer
     from triton.tools.tensor_descriptor import TensorDescriptor

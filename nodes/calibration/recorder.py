@@ -24,8 +24,8 @@ from ..host.sampling import previewer, sample
 from ..host.work import Progress
 from ..layers.layer_selection import quantizable_linears
 from ..layers.linear_call import multiplied
-from ..patching.attention import AttentionOverride
 from ..patching.attention_kinds import ATTENTION_KINDS, INT8, int8_way, read_call
+from ..patching.attention_override import AttentionOverride
 from .calibration import Calibration, Shapes, merge_calibrations, shapes_of
 
 RECORDER_KEY = "int8_dit_recorder"

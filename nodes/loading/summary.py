@@ -16,8 +16,8 @@ from ..files.quant_config import W4A4
 from ..host.notices import Badge
 from ..layers.layer_selection import class_patch, keeps_exact, linears, quantizable_linears
 from ..layers.weight_form import WeightForm, weight_form
-from ..patching.attention import AttentionOverride
 from ..patching.attention_kinds import AS_COMFYUI
+from ..patching.attention_override import AttentionOverride
 from ..patching.file_notes import unknown_choices_of
 
 _FUSED_RANK, _NATIVE_RANK = 0, 1  # the first places of the line

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.reference.linear import int8_accumulate_reference
-from kernels.triton_kernels.tiles import ARCHITECTURES, walks_twice
+from kernels.linear.linear_reference import int8_accumulate_reference
+from kernels.linear.tiles import ARCHITECTURES, walks_twice
 from support.tensors import random_float, random_int8
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -10,7 +10,7 @@ import pytest
 from kernels.benchmark.anonymous import anonymous
 from kernels.benchmark.health import Health
 from kernels.benchmark.outcome import Outcome
-from kernels.benchmark.report import LinearShape, ShapeResult, notes
+from kernels.benchmark.shape_results import LinearShape, ShapeResult, notes
 
 SECRET = ("alice", "smith", "models", "secret", "workstation", "o'neil")
 PATHS = (

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from kernels.benchmark.attention import (
+from kernels.attention.exact_attention import CUDNN, FLASH, PYTORCH, AttentionShape
+from kernels.benchmark.attention_rows import (
     ATTENTION_METHODS,
     COMFYUI_CHOICE,
     KITCHEN_INT8,
@@ -16,8 +17,7 @@ from kernels.benchmark.attention import (
     feasible_call,
     ideogram4_attention,
 )
-from kernels.benchmark.report import Unavailable
-from kernels.ops.exact_attention import CUDNN, FLASH, PYTORCH, AttentionShape
+from kernels.benchmark.shape_results import Unavailable
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import AttentionError, int8_attention
-from kernels.numerics import attention_error
+from kernels.quantization import attention_error
 from support.tensors import DEVICE
 
 

@@ -13,24 +13,26 @@ import pytest
 import torch
 from triton.runtime import errors as runtime_errors
 
+from kernels.ahead import calls_ahead as ops_ahead
+from kernels.ahead import products_ahead as ahead
+from kernels.ahead.calls_ahead import _calls as calls_ahead
 from kernels.card import device as card_device
 from kernels.card.timing import Stopwatch
 from kernels.internals import triton_runtime
 from kernels.kept import KEPT
-from kernels.ops import ahead as ops_ahead
-from kernels.ops.ahead import _calls as calls_ahead
-from kernels.ops.weights import expand_codes, expand_gguf, gguf_channel_scales, quantize_gguf
-from kernels.reference.linear import BlockForm, LinearForm
-from kernels.reference.weights import GroupedCodes
-from kernels.triton_kernels import ahead, gemm, launching
-from kernels.triton_kernels import background as background_module
-from kernels.triton_kernels.background import Background, foreground
-from kernels.triton_kernels.gemm_kernel import Operands
-from kernels.triton_kernels.gguf import launch_gguf_channel_scales
-from kernels.triton_kernels.launching import Launch, StandIn
-from kernels.triton_kernels.quantizer import launch_quantize_activations
-from kernels.triton_kernels.tiles import GemmConfig
-from kernels.triton_kernels.tuning import Tuner
+from kernels.launching import background as background_module
+from kernels.launching import launching
+from kernels.launching.background import Background, foreground
+from kernels.launching.launching import Launch, StandIn
+from kernels.linear import gemm
+from kernels.linear.gemm_kernel import Operands
+from kernels.linear.linear_reference import BlockForm, LinearForm
+from kernels.linear.quantizer import launch_quantize_activations
+from kernels.linear.tiles import GemmConfig
+from kernels.linear.tuning import Tuner
+from kernels.weights.gguf_kernels import launch_gguf_channel_scales
+from kernels.weights.weight_ops import expand_codes, expand_gguf, gguf_channel_scales, quantize_gguf
+from kernels.weights.weight_reference import GroupedCodes
 from support.tensors import DEVICE, random_float
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -138,7 +140,7 @@ def test_at_the_end_only_what_is_quick_is_still_done():
 
 EXITS = """
 import time
-from kernels.triton_kernels.background import Background
+from kernels.launching.background import Background
 
 background = Background(2)
 for number in range(9):

@@ -25,7 +25,7 @@ from kernels.benchmark.methods import (
     shown_methods,
     weight_copies,
 )
-from kernels.benchmark.report import LinearShape, ShapeResult, Unavailable, notes
+from kernels.benchmark.shape_results import LinearShape, ShapeResult, Unavailable, notes
 from kernels.card.timing import CallSeries, GraphPool, sustained_milliseconds
 
 FP8, KITCHEN_CUDA = "fp8 _scaled_mm", "comfy-kitchen cuda"

@@ -6,7 +6,7 @@ In steps of INT8, and in codes of 4 bits: what the format can hold, nearest.
 import pytest
 import torch
 
-import kernels.numerics.column_feedback as column_feedback
+import kernels.quantization.column_feedback as column_feedback
 from kernels import (
     ActivationStatistics,
     ChannelTransform,
@@ -16,10 +16,10 @@ from kernels import (
     quantize_group,
     quantize_weight,
 )
-from kernels.numerics.column_feedback import ColumnFeedback, round_columns, round_columns_reference
-from kernels.numerics.output_error import OutputError, relative_rounding_error
-from kernels.numerics.weight_rounding import CalibratedRounding, RoundedWeight, quantize_to_codes
-from kernels.reference.weights import CANDIDATES, DEFAULT_CODEBOOK
+from kernels.quantization.column_feedback import ColumnFeedback, round_columns, round_columns_reference
+from kernels.quantization.output_error import OutputError, relative_rounding_error
+from kernels.quantization.weight_rounding import CalibratedRounding, RoundedWeight, quantize_to_codes
+from kernels.weights.weight_reference import CANDIDATES, DEFAULT_CODEBOOK
 from support.tensors import DEVICE, random_float, relative_error
 
 NEAREST = TransformPlan()

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+import kernels.attention.exact_attention as exact
 import kernels.internals.torch_functions as torch_functions
-import kernels.ops.exact_attention as exact
 from kernels import ATTENTION_CHOICES, Choice
-from kernels.kept import KEPT
-from kernels.ops.exact_attention import (
+from kernels.attention.exact_attention import (
     CUDNN,
     EFFICIENT,
     FLASH,
@@ -19,6 +18,7 @@ from kernels.ops.exact_attention import (
     exact_attention,
     fastest_way,
 )
+from kernels.kept import KEPT
 
 CARD = torch.device("cuda:0")
 HOPPER, AMPERE = (9, 0), (8, 6)

@@ -6,12 +6,14 @@ import math
 import pytest
 import torch
 
+from kernels.attention import attention_launch as attention
+from kernels.attention.attention_exactness import check_attention
 from kernels.kept import KEPT
-from kernels.reference.linear import int8_accumulate_reference
-from kernels.triton_kernels import attention, exactness, gemm
-from kernels.triton_kernels.exactness import WrongResult, check_attention, check_exact
-from kernels.triton_kernels.gemm_kernel import Operands
-from kernels.triton_kernels.tiles import ARCHITECTURES
+from kernels.linear import exactness, gemm
+from kernels.linear.exactness import WrongResult, check_exact
+from kernels.linear.gemm_kernel import Operands
+from kernels.linear.linear_reference import int8_accumulate_reference
+from kernels.linear.tiles import ARCHITECTURES
 
 CPU = torch.device("cpu")
 RING = next(config for config in ARCHITECTURES["Ampere"].rates if config.pipeline == "ring")

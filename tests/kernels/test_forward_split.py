@@ -16,7 +16,7 @@ from kernels.benchmark.outcome import (
     relative_times,
     totals_by_shape,
 )
-from kernels.benchmark.report import LinearShape, ShapeResult
+from kernels.benchmark.shape_results import LinearShape, ShapeResult
 
 QKV, DOWN, TINY = (LinearShape(*each) for each in (("qkv", 30, 10, 100), ("w2", 10, 40, 100), ("tiny", 30, 10, 1)))
 SPLIT = ForwardSplit(99.0, 100.0, {QKV: Calls(4, 40.0), DOWN: Calls(2, 22.0), TINY: Calls(1, 0.5)}, 20.0)

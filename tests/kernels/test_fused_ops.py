@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kernels import ChannelTransform, Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
+from kernels.fused_ops import fused_ops as fused
 from kernels.operators import Operator
-from kernels.ops import fused
 from support.fused_op_cases import (
     CASES,
     Form,

@@ -121,7 +121,7 @@ def test_other_dtypes(dtype):
 def test_slices_make_the_same(monkeypatch):
     weight = random_float(24, 512)
     whole = {name: quantize_gguf(weight, name) for name in MADE}
-    monkeypatch.setattr("kernels.reference.weights._SLICE_ELEMENTS", 5 * 512)
+    monkeypatch.setattr("kernels.weights.weight_reference._SLICE_ELEMENTS", 5 * 512)
     for name, blocks in whole.items():
         assert torch.equal(quantize_gguf(weight, name), blocks)
         assert torch.equal(dequantize_gguf(blocks, name, torch.float32), read(blocks, name))

@@ -15,7 +15,7 @@ from kernels import (
     quantize_gguf,
     quantize_weight,
 )
-from kernels.reference.weights import SMALLEST_SCALE
+from kernels.linear.linear_reference import SMALLEST_SCALE
 from support.tensors import DEVICE, low_rank_of_integers, random_float
 
 # Blocks a row and rows: fewer and more than a program of the kernels takes, rows that end inside one.

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from kernels.ops.weights import expand_codes
-from kernels.reference.weights import GroupedCodes, LowRank
+from kernels.weights.weight_ops import expand_codes
+from kernels.weights.weight_reference import GroupedCodes, LowRank
 from support.covering import covering
 from support.tensors import DEVICE, low_rank_of_integers, random_float
 

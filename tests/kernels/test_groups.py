@@ -18,9 +18,9 @@ from kernels import (
     quantize_weight,
     transform_candidates,
 )
-from kernels.numerics.groups import least_worst, rotation_group_of
-from kernels.numerics.output_error import OutputError, relative_rounding_error
-from kernels.numerics.smoothing import smoothing_factors
+from kernels.quantization.groups import least_worst, rotation_group_of
+from kernels.quantization.output_error import OutputError, relative_rounding_error
+from kernels.quantization.smoothing import smoothing_factors
 from support.tensors import DEVICE, random_float, relative_error, rotation_matrix
 
 
@@ -62,12 +62,12 @@ def test_output_error(dtype, group, smoothed):
 
 
 def test_output_error_is_the_same_in_slices(monkeypatch):
-    import kernels.reference.weights
+    import kernels.weights.weight_reference
 
     x, w = outlier_inputs(), random_float(37, 128, seed=1)
     q, scale = quantize_weight(w)
     whole = OutputError(x, w).of(q, scale)
-    monkeypatch.setattr(kernels.reference.weights, "_SLICE_ELEMENTS", 5 * 128)
+    monkeypatch.setattr(kernels.weights.weight_reference, "_SLICE_ELEMENTS", 5 * 128)
     assert OutputError(x, w).of(q, scale) == pytest.approx(whole, rel=1e-5)
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.ops.attention import float_attention, int8_attention
-from kernels.reference.attention import _quantized_together, _rotated, int8_attention_reference, padded_width
-from kernels.triton_kernels import attention
-from kernels.triton_kernels.attention import attend_in_int8, tiles_for
-from kernels.triton_kernels.attention_operands import quantized_operands
+from kernels.attention import attention_launch as attention
+from kernels.attention.attention_launch import attend_in_int8, tiles_for
+from kernels.attention.attention_operands import quantized_operands
+from kernels.attention.attention_reference import _quantized_together, _rotated, int8_attention_reference, padded_width
+from kernels.attention.int8_attention import float_attention, int8_attention
 from support.tensors import DEVICE, relative_error
 
 # Error on normal data: 8 bits of q and of k. Of few keys it is larger than the 0.010 of thousands.

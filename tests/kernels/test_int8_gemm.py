@@ -9,12 +9,12 @@ import torch
 from kernels import UNCHANGED, ChannelTransform, int8_linear, quantize_weight
 from kernels.internals.kitchen import kitchen_gemm
 from kernels.kept import KEPT
-from kernels.ops.linear import int8_gemm, quantize_activations
-from kernels.reference.linear import int8_accumulate_reference
-from kernels.triton_kernels import gemm
-from kernels.triton_kernels.gemm import GemmLaunch, KitchenLaunch, launch_config
-from kernels.triton_kernels.gemm_kernel import Operands
-from kernels.triton_kernels.tiles import ARCHITECTURES, KITCHEN, GemmConfig, gpu_architecture
+from kernels.linear import gemm
+from kernels.linear.gemm import GemmLaunch, KitchenLaunch, launch_config
+from kernels.linear.gemm_kernel import Operands
+from kernels.linear.int8_linear import int8_gemm, quantize_activations
+from kernels.linear.linear_reference import int8_accumulate_reference
+from kernels.linear.tiles import ARCHITECTURES, KITCHEN, GemmConfig, gpu_architecture
 from support.tensors import DEVICE, int8_accumulate, random_float, random_int8, relative_error
 
 RINGS = list({config.kernel: config for config in ARCHITECTURES["Ampere"].rates if config.pipeline == "ring"}.values())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import missing
-from kernels.internals import assumptions
+from kernels.internals import insides as assumptions
 from support.tensors import random_int8
 
 triton_runtime = pytest.importorskip("kernels.internals.triton_runtime", exc_type=ImportError)
@@ -154,7 +154,7 @@ def test_a_triton_that_launches_otherwise_launches_itself(driver, monkeypatch):
 
 def test_gluon_is_used_where_it_is_as_assumed_and_compiled(monkeypatch):
     from kernels.internals import gluon
-    from kernels.triton_kernels import gemm
+    from kernels.linear import gemm
 
     interpreted = triton_runtime.triton.knobs.runtime.interpret
     assert ("ring" in gemm._pipelines()) == gluon.HAS_GLUON == (not interpreted)

@@ -8,7 +8,7 @@ import torch
 
 from kernels import Norm, kept, norm_quantize, norm_rope
 from kernels.kept import KEPT
-from kernels.triton_kernels.launching import Launch, Launcher
+from kernels.launching.launching import Launch, Launcher
 from support.tensors import DEVICE, random_float, random_int8
 
 RMS = Norm("rms", 1e-6)
@@ -37,9 +37,9 @@ def test_a_launch_is_for_what_triton_compiles_for():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: Gluon has no interpreter")
 def test_a_ring_is_launched_past_triton_for_all_numbers_of_tokens():
     from kernels.internals.triton_runtime import DIRECT_LAUNCH, holds
-    from kernels.triton_kernels.gemm import GemmLaunch
-    from kernels.triton_kernels.gemm_kernel import Operands
-    from kernels.triton_kernels.tiles import GemmConfig
+    from kernels.linear.gemm import GemmLaunch
+    from kernels.linear.gemm_kernel import Operands
+    from kernels.linear.tiles import GemmConfig
 
     config = GemmConfig(256, 128, 64, 4, 8, 4, "ring", 3)
     KEPT.clear()

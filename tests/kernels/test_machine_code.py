@@ -44,7 +44,7 @@ def of_rows(kernels, attention):
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_configuration_is_built(builds, capability):
-    from kernels.triton_kernels.tiles import gpu_architecture
+    from kernels.linear.tiles import gpu_architecture
 
     configs = gpu_architecture(divmod(capability, 10)).rates
     built = [build for build in builds if build["capability"] == capability]
@@ -55,7 +55,7 @@ def test_every_configuration_is_built(builds, capability):
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_configuration_that_can_walk_k_twice_is_built_so(builds, capability):
-    from kernels.triton_kernels.tiles import gpu_architecture, walks_twice
+    from kernels.linear.tiles import gpu_architecture, walks_twice
 
     configs = gpu_architecture(divmod(capability, 10)).rates
     built = {build["config"] for build in builds if build["capability"] == capability and build["passes"] == 2}

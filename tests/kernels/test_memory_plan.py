@@ -14,7 +14,7 @@ CARD = torch.device("cuda", 0)
 @pytest.mark.parametrize("capturing", (False, True))
 def test_what_a_stream_keeps_is_outside_of_the_plan(monkeypatch, capturing):
     """A CUDA graph fills its own at each replay: that one is part of the call."""
-    gemm = pytest.importorskip("kernels.triton_kernels.gemm")
+    gemm = pytest.importorskip("kernels.linear.gemm")
     inside, asked = [], []
 
     @contextmanager

@@ -19,11 +19,11 @@ from dataclasses import replace
 
 import torch
 from kernels import ChannelTransform, int8_linear, quantize_weight
-from kernels.numerics.weight_rounding import quantize_to_codes
-from kernels.numerics.column_feedback import round_columns
-from kernels.triton_kernels.gemm import launch_config
-from kernels.triton_kernels.gemm_kernel import Operands
-from kernels.triton_kernels.tiles import GemmConfig
+from kernels.quantization.weight_rounding import quantize_to_codes
+from kernels.quantization.column_feedback import round_columns
+from kernels.linear.gemm import launch_config
+from kernels.linear.gemm_kernel import Operands
+from kernels.linear.tiles import GemmConfig
 
 for m, n, k, group in ((77, 131, 1040, 16), (3, 1001, 333, None), (130, 257, 2064, None)):
     x, w = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda")
@@ -49,7 +49,7 @@ for m, n, k, group in ((77, 131, 1040, 16), (3, 1001, 333, None), (130, 257, 206
 FUSED_OPS = """
 import torch
 from kernels import ChannelTransform
-from kernels.ops.linear import quantize_activations
+from kernels.linear.int8_linear import quantize_activations
 from support.fused_op_cases import Form, calls
 
 for batch, tokens, channels, heads, group in ((3, 7, 1040, 5, 16), (1, 77, 333, 3, 1), (2, 1, 4864, 19, 256)):
@@ -79,9 +79,9 @@ for name, form in GGUF_FORMATS.items():
 
 CODES = """
 import torch
-from kernels.reference.weights import GroupedCodes
-from kernels.ops.weights import expand_codes
-from kernels.reference.weights import LowRank
+from kernels.weights.weight_reference import GroupedCodes
+from kernels.weights.weight_ops import expand_codes
+from kernels.weights.weight_reference import LowRank
 
 for bits, group in ((4, 4), (4, 16), (6, 16), (6, 32)):
     for n, k in ((1, 32), (37, 96), (5, 4128)):
@@ -98,7 +98,7 @@ for bits, group in ((4, 4), (4, 16), (6, 16), (6, 32)):
 
 ATTENTION = """
 import torch
-from kernels.ops.attention import float_attention, int8_attention
+from kernels.attention.int8_attention import float_attention, int8_attention
 
 for batch, heads, kv, tq, tk, width in ((2, 2, 2, 33, 77, 64), (1, 4, 2, 5, 129, 40), (1, 1, 1, 129, 31, 256)):
     q = torch.randn(batch, tq, heads, width, device="cuda").bfloat16().transpose(1, 2)

@@ -15,7 +15,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 import kernels
 from kernels import UNCHANGED, ChannelTransform, int8_linear, quantize_weight
-from kernels.ops.linear import quantize_activations
+from kernels.linear.int8_linear import quantize_activations
 from support import inductor_kernels
 from support.covering import covering
 from support.fused_op_cases import Form, calls
@@ -278,7 +278,7 @@ def test_gradients_are_refused():
     with pytest.raises(RuntimeError, match="int8_linear has no gradient"):
         int8_linear(x, weight, scale)
     for name, arguments in calls.items():
-        op = getattr(kernels.ops.linear, name)
+        op = getattr(kernels.linear.int8_linear, name)
         for function, given in ((op, arguments), (op.operator, op.flat(arguments))):
             with pytest.raises(RuntimeError, match=f"{name} has no gradient"):
                 function(*given)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kernels import ChannelTransform, dequantize_weight, quantize_weight, requantize_weight
-from kernels.numerics.smoothing import channel_absmax, smoothing_factors
-from kernels.ops.linear import quantize_activations
-from kernels.reference.linear import quantize_activations_reference
-from kernels.reference.transform import rotate
+from kernels.linear.channel_transform import rotate
+from kernels.linear.int8_linear import quantize_activations
+from kernels.linear.linear_reference import quantize_activations_reference
+from kernels.quantization.smoothing import channel_absmax, smoothing_factors
 from support.tensors import DEVICE, random_float, rotation_matrix
 
 
@@ -111,11 +111,11 @@ def test_rotation_is_the_regular_hadamard_matrix(group):
 
 
 def test_weight_slices_agree_with_one_pass(monkeypatch):
-    import kernels.reference.weights
+    import kernels.weights.weight_reference
 
     w = random_float(37, 64, seed=1)
     whole = quantize_weight(w, ChannelTransform(None, 16))
-    monkeypatch.setattr(kernels.reference.weights, "_SLICE_ELEMENTS", 5 * 64)
+    monkeypatch.setattr(kernels.weights.weight_reference, "_SLICE_ELEMENTS", 5 * 64)
     sliced = quantize_weight(w, ChannelTransform(None, 16))
     assert torch.equal(whole[0], sliced[0]) and torch.equal(whole[1], sliced[1])
     assert torch.equal(dequantize_weight(*whole), dequantize_weight(*sliced))

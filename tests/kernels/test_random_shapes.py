@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kernels.benchmark import IDEOGRAM4_SHAPES
-from kernels.ops.linear import int8_gemm
-from kernels.reference.linear import int8_accumulate_reference
-from kernels.triton_kernels.tiles import ARCHITECTURES, gpu_architecture
+from kernels.linear.int8_linear import int8_gemm
+from kernels.linear.linear_reference import int8_accumulate_reference
+from kernels.linear.tiles import ARCHITECTURES, gpu_architecture
 from support.tensors import int8_accumulate, random_int8
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -34,8 +34,8 @@ def random_config(seed: int, passes: int):
 @pytest.mark.parametrize("passes", (1, 2))
 @pytest.mark.parametrize("seed", range(320))
 def test_accumulator_is_bit_exact(seed, passes):
-    from kernels.triton_kernels.gemm import launch_config
-    from kernels.triton_kernels.gemm_kernel import Operands
+    from kernels.linear.gemm import launch_config
+    from kernels.linear.gemm_kernel import Operands
 
     m, n, k = random_shape(seed)
     config = random_config(seed, passes)

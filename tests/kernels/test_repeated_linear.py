@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import ChannelTransform, RepeatedLinear, kept, quantize_weight
 from kernels.kept import KEPT
-from kernels.ops import linear as module
-from kernels.ops.linear import int8_gemm, quantize_activations
-from kernels.triton_kernels.launching import Launch
+from kernels.launching.launching import Launch
+from kernels.linear import int8_linear as module
+from kernels.linear.int8_linear import int8_gemm, quantize_activations
 from support.covering import covering
 from support.tensors import DEVICE, random_float
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-import kernels.triton_kernels.gemm
+import kernels.linear.gemm
 from kernels import ChannelTransform, dequantize_weight, int8_linear, requantize_weight
+from kernels.attention.int8_attention import float_attention, int8_attention
 from kernels.kept import KEPT
-from kernels.ops.attention import float_attention, int8_attention
-from kernels.ops.linear import quantize_activations
-from kernels.ops.weights import dequantize_gguf, expand_codes, expand_gguf, gguf_channel_scales, quantize_gguf
-from kernels.reference.weights import GroupedCodes, LowRank
-from kernels.triton_kernels.tiles import gemm_candidates
-from kernels.triton_kernels.tuning import Tuner, settle
+from kernels.linear.int8_linear import quantize_activations
+from kernels.linear.tiles import gemm_candidates
+from kernels.linear.tuning import Tuner, settle
+from kernels.weights.weight_ops import dequantize_gguf, expand_codes, expand_gguf, gguf_channel_scales, quantize_gguf
+from kernels.weights.weight_reference import GroupedCodes, LowRank
 from support.fused_op_cases import Form, calls
 from support.tensors import int8_accumulate
 
@@ -29,8 +29,8 @@ SPLIT, WHOLE = (16, 64, 16384), (300, 512, 768)
 def fresh(monkeypatch, tmp_path):
     """Nothing is known of any card, and the first GPU is the current one before and after."""
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
-    monkeypatch.setattr(kernels.triton_kernels.gemm, "tuner", Tuner())
-    monkeypatch.setattr(kernels.triton_kernels.gemm, "_arrivals_of_streams", {})
+    monkeypatch.setattr(kernels.linear.gemm, "tuner", Tuner())
+    monkeypatch.setattr(kernels.linear.gemm, "_arrivals_of_streams", {})
     KEPT.clear()
     torch.cuda.set_device(FIRST)
     yield
@@ -150,7 +150,7 @@ def test_each_gpu_and_stream_counts_arrivals_in_memory_of_its_own():
     stream.wait_stream(torch.cuda.current_stream(SECOND))
     with torch.cuda.stream(stream):
         assert_equal(on_host(linear(SPLIT, SECOND)), expected)
-    kept = kernels.triton_kernels.gemm._arrivals_of_streams
+    kept = kernels.linear.gemm._arrivals_of_streams
     assert sorted(device.index for device, _ in kept) == [0, 1, 1]
     for (device, _), arrivals in kept.items():
         assert arrivals.device == device and not arrivals.any()
@@ -158,8 +158,8 @@ def test_each_gpu_and_stream_counts_arrivals_in_memory_of_its_own():
 
 def test_tiles_are_tried_on_the_gpu_of_the_tensors(monkeypatch):
     monkeypatch.setenv("INT8_DIT_TUNING", "on")
-    tuner = kernels.triton_kernels.gemm.tuner
-    monkeypatch.setattr(kernels.triton_kernels.tuning, "tuner", tuner)
+    tuner = kernels.linear.gemm.tuner
+    monkeypatch.setattr(kernels.linear.tuning, "tuner", tuner)
     inputs = operands(WHOLE, SECOND)
     for device in (FIRST, SECOND):
         torch.cuda.synchronize(device)

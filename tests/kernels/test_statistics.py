@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import ActivationStatistics
-from kernels.numerics.statistics import ROWS_PER_CALL, SAMPLED_CALLS, RowSample
+from kernels.quantization.statistics import ROWS_PER_CALL, SAMPLED_CALLS, RowSample
 from support.tensors import DEVICE, random_float
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.triton_kernels.tiles import (
+from kernels.linear.tiles import (
     ARCHITECTURES,
     KITCHEN,
     PIPELINES,

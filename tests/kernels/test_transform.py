@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.reference.transform import UNCHANGED, ChannelTransform
+from kernels.linear.channel_transform import UNCHANGED, ChannelTransform
 from support.tensors import DEVICE, random_float
 
 CHANNELS, GROUP = 64, 16

@@ -16,15 +16,15 @@ import triton
 from triton.runtime import errors as runtime_errors
 
 import kernels.card.kept_files
-import kernels.triton_kernels.tuning
-import kernels.triton_kernels.tuning_cache
+import kernels.linear.tuning
+import kernels.linear.tuning_cache
 from kernels.card.machine import MEASURED_SOURCES, kernel_source_hash
-from kernels.triton_kernels.exactness import WrongResult
-from kernels.triton_kernels.gemm import launch_config
-from kernels.triton_kernels.gemm_kernel import int8_gemm_kernel
-from kernels.triton_kernels.tiles import ARCHITECTURES
-from kernels.triton_kernels.tuning import Tuner, settle
-from kernels.triton_kernels.tuning_cache import TuningCache, TuningKey, m_bucket
+from kernels.linear.exactness import WrongResult
+from kernels.linear.gemm import launch_config
+from kernels.linear.gemm_kernel import int8_gemm_kernel
+from kernels.linear.tiles import ARCHITECTURES
+from kernels.linear.tuning import Tuner, settle
+from kernels.linear.tuning_cache import TuningCache, TuningKey, m_bucket
 from support.limits import no_hang
 
 CONFIGS = tuple(ARCHITECTURES["Blackwell"].rates)
@@ -95,9 +95,9 @@ class Card:
 def card(monkeypatch, tmp_path):
     """A card on which the second of three candidates wins, and a cache folder of its own."""
     card = Card(dict(zip(CONFIGS[:3], (3.0, 1.0, 2.0), strict=True)))
-    monkeypatch.setattr(kernels.triton_kernels.tuning, "monotonic", lambda: card.now)
+    monkeypatch.setattr(kernels.linear.tuning, "monotonic", lambda: card.now)
     at_once = SimpleNamespace(submit=lambda rank, task: task(), is_idle=True)
-    monkeypatch.setattr(kernels.triton_kernels.tuning, "beside_calls", at_once)
+    monkeypatch.setattr(kernels.linear.tuning, "beside_calls", at_once)
     for name, value in (("is_current_stream_capturing", False), ("current_stream", 0), ("default_stream", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)  # which raise where no driver is
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path / "cache"))
@@ -318,7 +318,7 @@ def test_who_reuses_what_another_process_measured(card, monkeypatch, tmp_path, c
     if changed == "triton":
         monkeypatch.setattr(triton, "__version__", "99.0")
     if changed == "sources":
-        monkeypatch.setattr(kernels.triton_kernels.tuning_cache, "kernel_source_hash", lambda what: "0" * 64)
+        monkeypatch.setattr(kernels.linear.tuning_cache, "kernel_source_hash", lambda what: "0" * 64)
     other = card.tuner()
     assert card.choose(key, other) == CONFIGS[1]
     assert other.measured == len(list((tmp_path / "cache").glob("*.json"))) - 1 == (changed is not None)
@@ -347,8 +347,8 @@ def test_a_source_hash_follows_each_file_of_what_was_measured(monkeypatch, tmp_p
 
 
 def test_a_choice_of_attention_is_bound_to_the_pack_s_kernel(monkeypatch):
-    from kernels.ops import exact_attention
-    from kernels.triton_kernels import attention, attention_kernel
+    from kernels.attention import attention_kernel, exact_attention
+    from kernels.attention import attention_launch as attention
 
     own = {Path(module.__file__) for module in (attention, attention_kernel)}
     assert own <= set(MEASURED_SOURCES["attention"])
@@ -638,7 +638,7 @@ def test_a_ring_that_stays_is_not_taken_unseen_while_a_graph_is_captured(card, m
 
 def test_what_stays_is_launched_directly_once_it_ran(card, monkeypatch):
     """In a capture another one may have run in its place."""
-    from kernels.triton_kernels import gemm
+    from kernels.linear import gemm
 
     operands = SimpleNamespace(q=type("OnAGPU", (), {"is_cuda": True, "__len__": lambda self: 8})())
     tuner = SimpleNamespace(run=lambda *_: None, settled=lambda key: CONFIGS[0], passing=lambda *_: None)
@@ -651,8 +651,8 @@ def test_what_stays_is_launched_directly_once_it_ran(card, monkeypatch):
 
 def test_work_is_done_until_what_it_launches_stays(card, monkeypatch):
     tuner = card.tuner()
-    monkeypatch.setattr(kernels.triton_kernels.tuning, "tuner", tuner)
-    monkeypatch.setattr(kernels.triton_kernels.tuning, "sleep", lambda seconds: None)
+    monkeypatch.setattr(kernels.linear.tuning, "tuner", tuner)
+    monkeypatch.setattr(kernels.linear.tuning, "sleep", lambda seconds: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     settle(lambda: card.call(tuner), torch.device("cuda"))
     assert tuner.settled(KEY) == CONFIGS[1]
@@ -661,12 +661,12 @@ def test_work_is_done_until_what_it_launches_stays(card, monkeypatch):
     assert len(card.launches) == before + 1
     states = iter((False, False, True))
     compiling = type("Compiling", (), {"is_idle": property(lambda self: next(states))})()
-    monkeypatch.setattr(kernels.triton_kernels.tuning, "beside_loading", compiling)
+    monkeypatch.setattr(kernels.linear.tuning, "beside_loading", compiling)
     settle(lambda: card.call(tuner), torch.device("cuda"))
     assert next(states, None) is None and len(card.launches) == before + 4
-    monkeypatch.setattr(kernels.triton_kernels.tuning, "beside_loading", SimpleNamespace(is_idle=True))
+    monkeypatch.setattr(kernels.linear.tuning, "beside_loading", SimpleNamespace(is_idle=True))
     card.is_behind = True  # for good
-    monkeypatch.setattr(kernels.triton_kernels.tuning, "sleep", lambda seconds: setattr(card, "now", card.now + 1.0))
+    monkeypatch.setattr(kernels.linear.tuning, "sleep", lambda seconds: setattr(card, "now", card.now + 1.0))
     settle(lambda: card.call(tuner, NEAR[0]), torch.device("cuda"))
     assert tuner.settled(NEAR[0]) is None and card.now < 60
 
@@ -711,8 +711,8 @@ TUNE_MANY = """
 import sys
 import torch
 from kernels.card.timing import Stopwatch
-from kernels.triton_kernels import tuning
-from kernels.triton_kernels.tiles import ARCHITECTURES
+from kernels.linear import tuning
+from kernels.linear.tiles import ARCHITECTURES
 
 torch.cuda.is_current_stream_capturing = lambda: False
 torch.cuda.current_stream = torch.cuda.default_stream = lambda: 0

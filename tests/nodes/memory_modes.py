@@ -41,7 +41,7 @@ STEPS = 12
 
 
 import_pack()
-import int8_dit.kernels.triton_kernels.gemm as gemm
+import int8_dit.kernels.linear.gemm as gemm
 import int8_dit.nodes.deferred.mode as mode
 import int8_dit.nodes.loading.load_plan as load_plan
 from int8_dit.kernels import Protection

@@ -29,7 +29,7 @@ from support.launches import count_launches
 from support.pack import import_pack, use_dynamic_vram
 
 import_pack()
-import int8_dit.kernels.triton_kernels.gemm as gemm
+import int8_dit.kernels.linear.gemm as gemm
 import int8_dit.nodes.deferred.mode as mode
 from support import glyph_dit as dit
 

@@ -44,7 +44,7 @@ def load(dit):
     return dit.load
 
 
-attention = from_pack("int8_dit.nodes.patching.attention")
+attention = from_pack("int8_dit.nodes.patching.attention_override")
 
 
 @pytest.fixture

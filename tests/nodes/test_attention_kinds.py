@@ -28,14 +28,14 @@ def core(pack):
         yield comfy.ldm.modules.attention
 
 
-set_attention = from_pack("int8_dit.nodes.patching.attention:set_attention")
+set_attention = from_pack("int8_dit.nodes.patching.attention_override:set_attention")
 
 
 @pytest.fixture
 def auto(core, exact):
     """The override of the choice `auto`."""
-    from int8_dit.nodes.patching.attention import AttentionOverride
     from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
+    from int8_dit.nodes.patching.attention_override import AttentionOverride
 
     return lambda outer=None: AttentionOverride(ATTENTION_KINDS[AUTO], torch.device("cpu"), outer)
 
@@ -129,8 +129,8 @@ def test_the_fastest_exact_way_gives_way_to_int8_and_not_the_other_way_round(dit
 
 
 def test_what_int8_does_not_take_the_fastest_exact_way_does(core, exact):
-    from int8_dit.nodes.patching.attention import AttentionOverride
     from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
+    from int8_dit.nodes.patching.attention_override import AttentionOverride
 
     override, qkv = AttentionOverride(ATTENTION_KINDS[INT8], torch.device("cpu")), tensors()
     expected = core.attention_pytorch(*qkv, HEADS)

@@ -31,7 +31,7 @@ def each_call_is_compared(dit):
     """Samplings are short here."""
     dit.recorded()  # for other files too, so not while this is so
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("int8_dit.kernels.numerics.attention_error._EVERY", 1)
+        patch.setattr("int8_dit.kernels.quantization.attention_error._EVERY", 1)
         yield
 
 
@@ -64,7 +64,7 @@ def rounded(pack, monkeypatch):
 
 def set_attention(model, kind=INT8):
     """As the nodes do."""
-    from int8_dit.nodes.patching.attention import set_attention
+    from int8_dit.nodes.patching.attention_override import set_attention
 
     set_attention(model, kind)
     return model

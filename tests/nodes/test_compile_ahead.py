@@ -137,8 +137,8 @@ BLOCKS = {"Ideogram 4": 1, "Z-Image": 1, "Qwen-Image": 1, "Flux": 0, "Flux 2": 0
 @pytest.mark.parametrize("name", BLOCKS)
 def test_fused_ops_of_blocks_are_those_that_run(small, asked, monkeypatch, name):
     """But for the pairs of rotary positions, of which both are compiled."""
+    from int8_dit.kernels.ahead import calls_ahead as ahead
     from int8_dit.kernels.operators import Operator
-    from int8_dit.kernels.ops import ahead
     from int8_dit.nodes.deferred.mode import Deferring
     from int8_dit.nodes.layers.compile_ahead import compile_planned
     from int8_dit.nodes.layers.int8_weight import is_int8

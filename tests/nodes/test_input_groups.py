@@ -15,7 +15,8 @@ ideogram = from_pack("support.ideogram_block")
 @pytest.fixture
 def quantizations(pack, monkeypatch):
     """The inputs of all quantizations of activations so far."""
-    from int8_dit.kernels.ops import fused, linear
+    from int8_dit.kernels.fused_ops import fused_ops as fused
+    from int8_dit.kernels.linear import int8_linear as linear
 
     calls, original = [], linear.quantize_activations_reference
 

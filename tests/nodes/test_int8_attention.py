@@ -17,7 +17,7 @@ BATCH, HEADS, TOKENS, WIDTH = 2, 4, 10, 16
 INT8, KITCHEN = "INT8", "INT8 (comfy-kitchen)"
 CPU = torch.device("cpu")
 NOTICE = "INT8 attention did not run"
-attention = from_pack("int8_dit.nodes.patching.attention")
+attention = from_pack("int8_dit.nodes.patching.attention_override")
 comfyui_attention = from_pack("comfy.ldm.modules.attention:attention_pytorch")
 
 
@@ -113,8 +113,8 @@ def tensors(kv_heads=HEADS, kv_tokens=TOKENS, by_head=False, dtype=torch.float32
 
 def on_cpu(kernel, outer=None):
     """The override of the kind that a kernel was installed for."""
-    from int8_dit.nodes.patching.attention import AttentionOverride
     from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
+    from int8_dit.nodes.patching.attention_override import AttentionOverride
 
     return AttentionOverride(ATTENTION_KINDS[kernel.kind], CPU, outer)
 

@@ -108,7 +108,7 @@ def healthy(**changes):
 
 def decided(run, health=None, decision="by this run", ticked=("native_int8",), **milliseconds):
     """What is said of a run with these times of the ways of one linear."""
-    from int8_dit.kernels.benchmark.report import LinearShape, ShapeResult
+    from int8_dit.kernels.benchmark.shape_results import LinearShape, ShapeResult
 
     names = {"fused": "fused int8", "native": "ComfyUI's INT8", "bf16": "bf16"}
     milliseconds = milliseconds or {"fused": 1.0, "native": 2.0, "bf16": 3.0}
@@ -183,7 +183,7 @@ def test_what_an_attention_call_computes(pack, q, k, keywords, expected):
 
 
 def attention_times(width=128, tokens=4096, heads=24, **milliseconds):
-    from int8_dit.kernels.benchmark import attention
+    from int8_dit.kernels.benchmark import attention_rows as attention
 
     names = {"comfyui": attention.COMFYUI_CHOICE, "cudnn": "cuDNN", "flash": "flash", "pytorch": "PyTorch's choice"}
     shape = attention.AttentionShape(tokens, tokens, width, False)

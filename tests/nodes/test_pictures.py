@@ -110,14 +110,14 @@ def test_the_marks_are_where_their_figures_are(report_of):
 
 def shapes(results):
     """The results of linears given as shape: {method: rounds}."""
-    from int8_dit.kernels.benchmark.report import LinearShape, ShapeResult
+    from int8_dit.kernels.benchmark.shape_results import LinearShape, ShapeResult
 
     return [ShapeResult(LinearShape(name, 13824, 53248), 80661, rounds=rounds) for name, rounds in results.items()]
 
 
 def calls(count):
     """Results of attention calls, each method slower than the one before."""
-    from int8_dit.kernels.benchmark.attention import (
+    from int8_dit.kernels.benchmark.attention_rows import (
         ATTENTION_METHODS,
         AttentionResult,
         AttentionShape,

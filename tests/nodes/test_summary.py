@@ -103,7 +103,7 @@ def test_attention_of_another_node(dit, line):
 def test_int8_attention(dit, line, monkeypatch):
     import comfy_kitchen
 
-    from int8_dit.nodes.patching.attention import set_attention
+    from int8_dit.nodes.patching.attention_override import set_attention
 
     monkeypatch.setattr(comfy_kitchen, "int8_attention", print, raising=False)
     monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device: True, raising=False)

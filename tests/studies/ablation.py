@@ -201,7 +201,7 @@ def convrot_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     from comfy.quant_ops import TensorWiseINT8Layout
 
     from int8_dit.kernels import ChannelTransform
-    from int8_dit.kernels.numerics.groups import rotation_group_of
+    from int8_dit.kernels.quantization.groups import rotation_group_of
     from int8_dit.nodes.files.quant_config import encode_config
 
     group = rotation_group_of(weight.shape[1])

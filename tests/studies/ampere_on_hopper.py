@@ -27,9 +27,9 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is there
 
 from kernels.benchmark import describe_machine, markdown, title
-from kernels.benchmark.report import IDEOGRAM4_SHAPES
+from kernels.benchmark.shape_results import IDEOGRAM4_SHAPES
 from kernels.card.timing import CallSeries, GraphPool, sustained_milliseconds
-from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, gemm_candidates
+from kernels.linear.tiles import ARCHITECTURES, GemmConfig, gemm_candidates
 from support.ampere_kernel import RESERVED_SHARED, AmpereKernel, prebuild
 from support.sass import MainLoop, cuobjdump, main_loops
 from support.tensors import relative_error

@@ -21,7 +21,10 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from kernels.benchmark.attention import (
+from kernels.attention import attention_launch as launching
+from kernels.attention.attention_reference import padded_width
+from kernels.attention.exact_attention import AttentionShape, exact_attention, fastest_way
+from kernels.benchmark.attention_rows import (
     ATTENTION_METHODS,
     AttentionMethod,
     AttentionOperands,
@@ -30,11 +33,8 @@ from kernels.benchmark.attention import (
     benchmark_attention,
     feasible_call,
 )
-from kernels.benchmark.report import Unavailable, markdown
+from kernels.benchmark.shape_results import Unavailable, markdown
 from kernels.card.machine import describe_machine, title
-from kernels.ops.exact_attention import AttentionShape, exact_attention, fastest_way
-from kernels.reference.attention import padded_width
-from kernels.triton_kernels import attention as launching
 
 STRONG = 4.0
 """Times a normal vector: the mean of the keys of a head."""

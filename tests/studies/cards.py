@@ -16,7 +16,7 @@ sys.path.append(str(PROJECT))
 
 from kernels.benchmark import markdown, title
 from kernels.benchmark.methods import BF16, COMFYUI_INT8, FUSED
-from kernels.benchmark.report import LinearShape, ShapeResult
+from kernels.benchmark.shape_results import LinearShape, ShapeResult
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RIVALS = (

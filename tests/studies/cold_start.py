@@ -90,7 +90,7 @@ def run(variant: str, file: str, family: str, blocks: int, pixels: Sequence[int]
     import comfy.model_management
     import comfy.sd
 
-    from int8_dit.kernels.ops.ahead import prepare
+    from int8_dit.kernels.ahead.calls_ahead import prepare
     from int8_dit.nodes.loading.load import AS_STORED, MEMORY_CHOICES, load_int8_model
     from studies.variants import Step, inputs_of
     from support.random_models import FAMILIES, RandomModel

@@ -154,7 +154,7 @@ def limit_tuning(seconds: float) -> None:
     """Let what is measured be tuned for at most so long before that; not at all with 0."""
     import os
 
-    from int8_dit.kernels.triton_kernels import tuning
+    from int8_dit.kernels.linear import tuning
 
     if seconds:
         tuning._SECONDS_TO_SETTLE = seconds

@@ -42,12 +42,12 @@ from kernels.benchmark.methods import (
     require_fp8,
     require_fused,
 )
-from kernels.benchmark.report import IDEOGRAM4_SHAPES, LinearShape, ShapeResult, Unavailable, notes
+from kernels.benchmark.shape_results import IDEOGRAM4_SHAPES, LinearShape, ShapeResult, Unavailable, notes
 from kernels.card.timing import CallSeries, sustained_milliseconds
 from kernels.internals.torch_functions import scaled_mm
-from kernels.ops.linear import int8_gemm, int8_linear, quantize_activations
-from kernels.reference.transform import ChannelTransform
-from kernels.reference.weights import quantize_weight
+from kernels.linear.channel_transform import ChannelTransform
+from kernels.linear.int8_linear import int8_gemm, int8_linear, quantize_activations
+from kernels.weights.weight_reference import quantize_weight
 
 ROTATION_GROUP = 256
 FP8, KITCHEN_CUDA = "fp8 _scaled_mm", "comfy-kitchen cuda"

@@ -23,7 +23,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS.parent), str(TESTS)]  # as a script, only this folder is there
 
 from kernels.benchmark import markdown
-from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig
+from kernels.linear.tiles import ARCHITECTURES, GemmConfig
 from support.sass import AttentionLoop, MainLoop, main_loops
 
 RESULTS = TESTS / "studies" / "results" / "rtx3090_projection"
@@ -167,7 +167,7 @@ H200 = Card(
     other_seconds=2e-3,
 )
 # Channels whose multiplication takes as long as starting a tile and its epilogue, and as long as summing its parts; and
-# how many these can be: as in kernels/triton_kernels/tiles.py.
+# how many these can be: as in kernels/linear/tiles.py.
 TILE_OVERHEAD, SPLIT_OVERHEAD, TAIL_PARTS = 512, 1024, (2, 3, 4, 5)
 # comfy-kitchen 0.2.40's two large tiles, by `ampere_on_hopper.py --loops`: its sm_80 code, and what an H200 runs.
 _IMMA = 2 * 16 * 8 * 32
@@ -517,7 +517,7 @@ def compiled_tiles() -> dict[str, list[Tile]]:
 
 def compiled_attention(width: int) -> AttentionTile:
     """The INT8 attention kernel that the pack ships for heads of so many channels on an RTX 3090, compiled."""
-    from kernels.triton_kernels.attention import gluon_tiles_for
+    from kernels.attention.attention_launch import gluon_tiles_for
     from support.kernel_builds import main_loop  # turns Triton's interpreter off, so not for a test's process
 
     tiles = gluon_tiles_for((8, 6), width)

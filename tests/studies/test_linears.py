@@ -7,7 +7,7 @@ import torch
 
 from kernels.benchmark import title
 from kernels.benchmark.methods import BF16, FP16_SUMS, FUSED
-from kernels.benchmark.report import LinearShape, ShapeResult
+from kernels.benchmark.shape_results import LinearShape, ShapeResult
 from studies import linears as study
 from studies.linears import FP8, METHODS, summary
 

@@ -407,7 +407,7 @@ def main() -> None:
     arguments = study.start()
     logging.getLogger("int8_dit").setLevel(logging.ERROR)
     if arguments.as_on_rtx_30:
-        from int8_dit.kernels.triton_kernels import attention
+        from int8_dit.kernels.attention import attention_launch as attention
 
         attention._capability = lambda device: (8, 6)
     if not arguments.evaluate:

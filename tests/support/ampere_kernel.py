@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import triton
 
-from kernels.triton_kernels.tiles import GemmConfig
+from kernels.linear.tiles import GemmConfig
 
 from .machine_code import Build, compiled
 

@@ -19,13 +19,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.compiler import ASTSource
 
 from kernels import ops
-from kernels.gguf.formats import GGUF_FORMATS
+from kernels.attention import attention_launch as attention
 from kernels.internals.gluon import HAS_GLUON
+from kernels.launching.launching import Launcher, Layout
+from kernels.linear.channel_transform import ChannelTransform
 from kernels.operators import Operator
-from kernels.reference.transform import ChannelTransform
-from kernels.reference.weights import GroupedCodes, LowRank
-from kernels.triton_kernels import attention, column_rounding, gguf, grouped_codes
-from kernels.triton_kernels.launching import Launcher, Layout
+from kernels.quantization import column_rounding
+from kernels.weights import gguf_kernels as gguf
+from kernels.weights import grouped_codes
+from kernels.weights.gguf_formats import GGUF_FORMATS
+from kernels.weights.weight_reference import GroupedCodes, LowRank
 from support.fused_op_cases import CASES
 from support.sass import AttentionLoop, attention_loop
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 def count_launches(gemm: ModuleType) -> Counter[int]:
     """By the GPU's index, from now on and without those that ask whether a kernel is exact; `gemm` is
-    kernels.triton_kernels.gemm.
+    kernels.linear.gemm.
 
     They are counted where each launch passes, whatever has prepared it.
     """

@@ -22,14 +22,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.internals.gluon import HAS_GLUON
-from kernels.triton_kernels.gemm_kernel import gemm_build, int8_gemm_kernel
-from kernels.triton_kernels.tiles import ARCHITECTURES, GemmConfig, walks_twice
+from kernels.linear.gemm_kernel import gemm_build, int8_gemm_kernel
+from kernels.linear.tiles import ARCHITECTURES, GemmConfig, walks_twice
 from support.sass import cuobjdump, loops, main_loops
 
 if HAS_GLUON:
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from kernels.triton_kernels.ring_gemm_kernel import ring_build, ring_gemm_kernel
+    from kernels.linear.ring_gemm_kernel import ring_build, ring_gemm_kernel
 
 # INT8 and fp16 tensor cores of Ampere and of Hopper, copies into shared memory of both, loads from it, spills.
 COUNTED = ("IMMA", "IGMMA", "HMMA", "HGMMA", "LDGSTS", "UTMALDG", "LDSM", "LDL", "STL")

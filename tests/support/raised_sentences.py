@@ -13,9 +13,9 @@ from .server import PROJECT
 # Where what is raised reaches no user: checks of arguments that the pack's own code passes.
 OF_PROGRAMMERS = (
     "kernels/checks.py",
-    "kernels/ops/",
-    "kernels/reference/",
-    "kernels/triton_kernels/",
+    *(f"kernels/{room}/" for room in ("linear", "fused_ops", "attention", "launching", "ahead")),
+    *(f"kernels/weights/{name}" for name in ("weight", "gguf_kernels", "gguf_decoding", "grouped")),
+    "kernels/quantization/column_rounding.py",
 )
 KINDS = "nodes/files/reading/kinds.py"
 

@@ -24,7 +24,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
 from int8_dit.kernels import UNCHANGED, ChannelTransform, quantize_weight, rotation_group_of
-from int8_dit.kernels.numerics.weight_rounding import quantize_to_codes
+from int8_dit.kernels.quantization.weight_rounding import quantize_to_codes
 from int8_dit.nodes.deferred.install import KEY
 from int8_dit.nodes.files import quant_config
 from int8_dit.nodes.files.holding import coded_weight, quant_config_in
@@ -456,7 +456,7 @@ def load(model: ModelPatcher) -> None:
 
 def attending(model: ModelPatcher, kind: str) -> ModelPatcher:
     """The MODEL with a kind of attention, less the blocks that a calibration keeps exact."""
-    from int8_dit.nodes.patching.attention import set_attention
+    from int8_dit.nodes.patching.attention_override import set_attention
 
     set_attention(model, kind)
     return model

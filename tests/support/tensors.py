@@ -29,7 +29,7 @@ def low_rank_of_integers(rows, rank, channels, dtype, seed=0):
 
 def int8_accumulate(q, weight):
     """The bare sums of the GEMM's kernel: int8 [M, K] or [M, 2K] x int8 [N, K] -> int32 [M, N]."""
-    from kernels.triton_kernels.gemm import TunedGemm
+    from kernels.linear.gemm import TunedGemm
 
     sums = torch.empty(len(q), len(weight), dtype=torch.int32, device=q.device)
     TunedGemm()((q, None, weight, None, None), (sums,))

@@ -1,0 +1,1 @@
+"""What a model will launch, compiled before its weights are there."""

@@ -1,0 +1,1 @@
+"""The fused ops between linears: norms, gated activations and residuals, rotary positions."""

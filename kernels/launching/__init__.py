@@ -1,0 +1,1 @@
+"""Launching Triton kernels, and compiling them beside other work."""

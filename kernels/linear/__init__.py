@@ -1,0 +1,1 @@
+"""The INT8 linear: quantizer, GEMM, tiles, and which of these runs."""

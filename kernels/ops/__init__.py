@@ -1,1 +1,0 @@
-"""What a model calls: linears, attention, and the fused ops that stand between the linears of a block."""

@@ -1,0 +1,1 @@
+"""Quantization in numbers: smoothing, rounding, and what INT8 costs."""

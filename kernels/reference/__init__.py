@@ -1,1 +1,0 @@
-"""What the kernels compute, in plain PyTorch: formulas, and the values that they share."""
