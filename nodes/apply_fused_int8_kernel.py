@@ -2,9 +2,9 @@
 
 from comfy_api.latest import io
 
-from .patching.apply_kernel import apply_fused_kernel, apply_to_text_encoder
-from .patching.attention_kinds import AS_COMFYUI
-from .patching.attention_override import set_attention
+from .attention.attention_kinds import AS_COMFYUI
+from .attention.attention_override import set_attention
+from .linears.apply_kernel import apply_fused_kernel, apply_to_text_encoder
 from .sockets import DecidedNode, attention_input, choice, model_outputs, shown
 
 _OTHERWISE = "ComfyUI's own INT8"

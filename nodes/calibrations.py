@@ -6,9 +6,9 @@ from comfy_api.latest import io
 from comfy_execution.graph import DynamicPrompt
 from comfy_execution.graph_utils import is_link
 
-from .calibration.calibration import Calibration, load_calibration, merge_calibrations, save_calibration
-from .calibration.recorder import Recording, armed
 from .host.output_files import output_paths, saved_file, workflow_metadata
+from .quantization.calibration import Calibration, load_calibration, merge_calibrations, save_calibration
+from .quantization.recorder import Recording, armed
 from .sockets import CalibrationType, RecordingType, filename_prefix_input
 
 FOLDER = "int8_calibrations"

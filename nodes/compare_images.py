@@ -5,7 +5,7 @@ from comfy_api.latest import io, ui
 
 from ..kernels.benchmark import markdown
 from .host.work import Progress
-from .images.comparison import compare_images, comparison_table, difference, paired_images
+from .pictures.comparison import compare_images, comparison_table, difference, paired_images
 
 
 class CompareImagesINT8DiT(io.ComfyNode):

@@ -3,11 +3,11 @@
 import comfy.model_management
 from comfy_api.latest import io
 
+from .attention.attention_kinds import AS_COMFYUI
+from .attention.attention_override import check_attention, set_attention
 from .files.reading.importers import BRANCHES
 from .host.model_files import model_files, model_path
 from .loading.load import MEMORY_CHOICES, load_int8_model
-from .patching.attention_kinds import AS_COMFYUI
-from .patching.attention_override import check_attention, set_attention
 from .sockets import DecidedNode, attention_input, choice, kernel_input, model_outputs, shown
 
 NO_BASE = "none"

@@ -7,13 +7,13 @@ from comfy_api.latest import io
 from comfy_execution.validation import validate_node_input
 
 from ..kernels import METHODS, ROUNDINGS, Protection
-from .calibration.recorder import CalibrationRun
+from .attention.attention_kinds import AS_COMFYUI
+from .attention.attention_override import check_attention, set_attention
 from .host.notices import Badge, badges_output, show_load_warnings
 from .loading.summary import runs_where, summarize
-from .patching.attention_kinds import AS_COMFYUI
-from .patching.attention_override import check_attention, set_attention
 from .pictures.plot import check_matplotlib, plot_chart
 from .quantization.quantize import WITHOUT_CALIBRATION, QuantizationSettings, quantize_model
+from .quantization.recorder import CalibrationRun
 from .quantization.report import BF16, PROTECTED_IN, QuantizationReport
 from .sockets import CalibrationType, DecidedNode, attention_input, choice, kernel_input
 

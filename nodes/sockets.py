@@ -9,9 +9,9 @@ import comfy.model_management
 from comfy_api.latest import io
 
 from ..kernels import AUTO_CHOICES, KERNEL_CHOICES
+from .attention.attention_kinds import ATTENTION_KINDS
 from .host.notices import badges_output, show_load_warnings
 from .loading.summary import runs_where, summarize
-from .patching.attention_kinds import ATTENTION_KINDS
 
 CalibrationType = io.Custom("INT8_CALIBRATION")
 RecordingType = io.Custom("INT8_RECORDING")

@@ -17,20 +17,8 @@ KERNEL_ROOMS = (
     "benchmark",
 )
 NODE_ROOMS = (
-    "comfyui",
-    "demo",
-    "host",
-    "files",
-    "deferred",
-    "layers",
-    "patching",
-    "loading",
-    "saving",
-    "calibration",
-    "quantization",
-    "benchmark",
-    "pictures",
-    "images",
+    *("comfyui", "demo", "host", "files", "deferred", "linears", "attention", "loading", "saving", "quantization"),
+    *("benchmark", "pictures"),
 )
 
 # What differs between versions of ComfyUI and comfy-kitchen: only the door asks for it.

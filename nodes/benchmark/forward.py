@@ -27,14 +27,14 @@ from ...kernels.benchmark import (
     Stopwatch,
     longest,
 )
+from ..attention.attention_kinds import read_call
 from ..comfyui.attention import OVERRIDE, comfyuis_attention
 from ..comfyui.quantized import NATIVE_LAYOUT
 from ..deferred.install import deferred_call
 from ..host.sampling import empty_latent, sample
 from ..host.work import make_room
-from ..layers.layer_selection import quantizable_in, quantizable_linears
-from ..patching.apply_kernel import running_fused
-from ..patching.attention_kinds import read_call
+from ..linears.apply_kernel import running_fused
+from ..linears.layer_selection import quantizable_in, quantizable_linears
 
 _KEY = "int8_dit_benchmark"
 _PIXELS = 1024

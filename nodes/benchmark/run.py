@@ -39,7 +39,7 @@ from ...kernels.benchmark import (
 from ..files.writing.new_file import write_new_file
 from ..host.output_files import output_paths
 from ..host.work import Progress, make_room
-from ..layers.layer_selection import quantizable_linears
+from ..linears.layer_selection import quantizable_linears
 from .forward import NoForward, label, measure_forward
 
 STORE, KEEP, CLEAR = "by this run", "as before", "by the card's name"

@@ -22,11 +22,11 @@ from ..files.holding import held_codes, is_grouped, is_stored, with_joined_codes
 from ..files.reading.checkpoint import read_checkpoint
 from ..files.reading.importers import BRANCHES, Checkpoint
 from ..host import notices
-from ..layers.compile_ahead import compile_linears
-from ..layers.linear_call import name_linears
-from ..layers.stored_weights import patch_products
-from ..patching.file_notes import FOLDED, keep_notes, notes_of, recipe_in
-from ..patching.patched_weights import show_whole, whole_weights
+from ..linears.compile_ahead import compile_linears
+from ..linears.file_notes import FOLDED, keep_notes, notes_of, recipe_in
+from ..linears.linear_call import name_linears
+from ..linears.patched_weights import show_whole, whole_weights
+from ..linears.stored_weights import patch_products
 from .load_plan import LoadPlan, checkpoint_plan, fits_in_floats
 from .loaded_checks import check_loaded, check_scaled, unscaled_codes
 from .operations import int8_operations

@@ -16,12 +16,12 @@ from ..files.holding import can_stay, channel_scale, grouped_codes, is_gguf, is_
 from ..files.reading.importers import Checkpoint
 from ..files.reading.values import WEIGHT_DTYPES, check_finite
 from ..host.work import Progress, make_room_to_quantize
-from ..layers.compile_ahead import compile_planned
-from ..layers.int8_weight import int8_weight
-from ..layers.layer_selection import is_quantizable
-from ..layers.stored_weights import SMALLEST_STORED
-from ..layers.weight_form import known_form
-from ..patching.patched_weights import float_weight
+from ..linears.compile_ahead import compile_planned
+from ..linears.int8_weight import int8_weight
+from ..linears.layer_selection import is_quantizable
+from ..linears.patched_weights import float_weight
+from ..linears.stored_weights import SMALLEST_STORED
+from ..linears.weight_form import known_form
 
 Make = Callable[[str, Any, torch.Tensor | None], Any]
 """(module path of a linear; its weight as it was read: float, meta or quantized; what its input is multiplied by, if

@@ -21,10 +21,10 @@ from ..deferred.notes import MEMORY, Deferred, outside, tracking
 from ..files import quant_config
 from ..files.holding import HELD_LAYOUTS, is_grouped, is_stored, quant_config_in, stored_kind
 from ..files.reading.values import check_finite
-from ..layers.fused_forward import INT8Linear, native_forward, needs_gradient
-from ..layers.int8_weight import LAYOUT, format_of_weight, int8_weight_of, is_int8, quant_config_of
-from ..layers.linear_call import arguments_of, refuse_unknown
-from ..layers.stored_weights import put_hooked
+from ..linears.fused_forward import INT8Linear, native_forward, needs_gradient
+from ..linears.int8_weight import LAYOUT, format_of_weight, int8_weight_of, is_int8, quant_config_of
+from ..linears.linear_call import arguments_of, refuse_unknown
+from ..linears.stored_weights import put_hooked
 from .load_plan import LoadPlan
 
 

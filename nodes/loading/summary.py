@@ -9,16 +9,16 @@ from comfy.ops import CastWeightBiasOp
 from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import AUTO_CHOICES, BF16, FUSED, NATIVE, WAYS, choose_path, kitchen_backend
+from ..attention.attention_kinds import AS_COMFYUI
+from ..attention.attention_override import AttentionOverride
 from ..comfyui.attention import OVERRIDE, chosen_layers
 from ..comfyui.quantized import NATIVE_FORMAT, layout_of
 from ..deferred.install import past_kernel
 from ..files.quant_config import W4A4
 from ..host.notices import Badge
-from ..layers.layer_selection import class_patch, keeps_exact, linears, quantizable_linears
-from ..layers.weight_form import WeightForm, weight_form
-from ..patching.attention_kinds import AS_COMFYUI
-from ..patching.attention_override import AttentionOverride
-from ..patching.file_notes import unknown_choices_of
+from ..linears.file_notes import unknown_choices_of
+from ..linears.layer_selection import class_patch, keeps_exact, linears, quantizable_linears
+from ..linears.weight_form import WeightForm, weight_form
 
 _FUSED_RANK, _NATIVE_RANK = 0, 1  # the first places of the line
 _PAST = 2, "INT8 that ComfyUI computes itself, past the fused kernel"

@@ -25,22 +25,22 @@ from ...kernels import (
     quantize_group,
     transform_candidates,
 )
-from ..calibration.calibration import Calibration
-from ..calibration.recorder import CalibrationRun, disarmed
 from ..comfyui.attention import state_dict_of
 from ..comfyui.patcher import CALLBACK_KEY, DIFFUSION_MODEL, clone_around, on_other_gpus_again, weight_below_patches
 from ..deferred.install import defer
 from ..files.holding import coded_weight, is_stored
 from ..host import notices
 from ..host.work import Progress, make_room_to_quantize
-from ..layers.int8_weight import int8_weight
-from ..layers.layer_selection import linears, quantization_targets
-from ..layers.stored_weights import fits_codes
+from ..linears.file_notes import ATTENTION, FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
+from ..linears.folding import foldable_groups
+from ..linears.int8_weight import int8_weight
+from ..linears.layer_selection import linears, quantization_targets
+from ..linears.patched_weights import patched_weight, possibly_patched
+from ..linears.stored_weights import fits_codes
 from ..loading.load import build_like, check_known, rebuild_int8_model
 from ..loading.load_plan import LoadPlan
-from ..patching.file_notes import ATTENTION, FOLDED, keep_recipe, recipe_of, warn_of_patches_on_folded
-from ..patching.folding import foldable_groups
-from ..patching.patched_weights import patched_weight, possibly_patched
+from .calibration import Calibration
+from .recorder import CalibrationRun, disarmed
 from .report import ACT16, BF16, CODES, INT8, LayerReport, QuantizationReport
 
 logger = logging.getLogger(__name__)

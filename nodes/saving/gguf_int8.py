@@ -19,9 +19,9 @@ from ..files import quant_config
 from ..files.holding import is_gguf
 from ..files.reading.gguf_package import INT8_CONFIG
 from ..files.writing.tensor_files import PendingGGUF
-from ..layers.layer_selection import is_quantizable, linears
-from ..layers.weight_form import WeightForm, weight_form
-from ..patching.patched_weights import patched_weight
+from ..linears.layer_selection import is_quantizable, linears
+from ..linears.patched_weights import patched_weight
+from ..linears.weight_form import WeightForm, weight_form
 
 Q8_CR = "Q8_CR"
 KNOWN_ARCHITECTURES = ("krea2", "minimax_h3")

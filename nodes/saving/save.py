@@ -29,10 +29,7 @@ from ..files.writing.tensor_files import (
 )
 from ..host import notices
 from ..host.work import make_room_to_quantize
-from ..layers.int8_weight import is_int8
-from ..layers.layer_selection import check_runs_as_stored, linears
-from ..loading.load import check_known, file_metadata, tensors_of_file
-from ..patching.file_notes import (
+from ..linears.file_notes import (
     ATTENTION,
     FOLDED,
     RECIPE_KEY,
@@ -41,8 +38,11 @@ from ..patching.file_notes import (
     unknown_choices_of,
     warn_of_patches_on_folded,
 )
-from ..patching.folding import fold
-from ..patching.patched_weights import patched_weight, state_dict_for_saving
+from ..linears.folding import fold
+from ..linears.int8_weight import is_int8
+from ..linears.layer_selection import check_runs_as_stored, linears
+from ..linears.patched_weights import patched_weight, state_dict_for_saving
+from ..loading.load import check_known, file_metadata, tensors_of_file
 from .gguf_int8 import KNOWN_ARCHITECTURES, Q8_CR, int8_metadata, int8_pieces
 
 SAVED_TYPES = {

@@ -16,7 +16,7 @@ from support.pack import from_pack
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-    from int8_dit.nodes.calibration.calibration import Calibration
+    from int8_dit.nodes.quantization.calibration import Calibration
 
 
 # Modules that can be imported only once ComfyUI and the pack can.
@@ -52,7 +52,7 @@ def preferred(of_today: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dic
 @pytest.fixture
 def exact(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> FloatAttention:
     """The fastest exact attention of a card, where `auto` has something to choose from."""
-    from int8_dit.nodes.patching import attention_kinds
+    from int8_dit.nodes.attention import attention_kinds
 
     exact = FloatAttention()
     monkeypatch.setattr(attention_kinds, "exact_attention", exact)

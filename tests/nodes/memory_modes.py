@@ -45,10 +45,10 @@ import int8_dit.kernels.linear.gemm as gemm
 import int8_dit.nodes.deferred.mode as mode
 import int8_dit.nodes.loading.load_plan as load_plan
 from int8_dit.kernels import Protection
-from int8_dit.nodes.calibration.recorder import CalibrationRun
+from int8_dit.nodes.linears.apply_kernel import apply_fused_kernel
 from int8_dit.nodes.loading.load import load_int8_model
-from int8_dit.nodes.patching.apply_kernel import apply_fused_kernel
 from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+from int8_dit.nodes.quantization.recorder import CalibrationRun
 from int8_dit.nodes.saving.save import save_int8_model
 from support.glyph_dit import LINEARS
 

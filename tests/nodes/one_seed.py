@@ -28,7 +28,7 @@ from support.pack import import_pack, use_dynamic_vram
 import_pack()
 import int8_dit.nodes.deferred.mode as mode
 import int8_dit.nodes.loading.load_plan as load_plan
-from int8_dit.nodes.patching.attention_kinds import AS_COMFYUI, AUTO, INT8
+from int8_dit.nodes.attention.attention_kinds import AS_COMFYUI, AUTO, INT8
 from studies.variants import VARIANTS
 from support import glyph_dit as dit
 from support.file_formats import FORMATS

@@ -112,7 +112,7 @@ def called(architecture, small, model, layers):
 @pytest.fixture
 def in_floats_and_int8(small):
     """By the name of an architecture: a MODEL in floats, its linears that become INT8, and the MODEL of these."""
-    from int8_dit.nodes.layers.layer_selection import quantizable_linears
+    from int8_dit.nodes.linears.layer_selection import quantizable_linears
 
     def make(name):
         tensors = small.tensors_of(ARCHITECTURES[name])

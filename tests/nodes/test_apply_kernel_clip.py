@@ -88,7 +88,7 @@ def test_an_embedding_in_int8_stays_comfyuis(encoder, apply, calls, monkeypatch)
 
 
 def test_with_the_activations_that_newer_linears_take(encoders, apply, of_today, monkeypatch):
-    from int8_dit.nodes.layers import linear_call
+    from int8_dit.nodes.linears import linear_call
 
     encoder = encoders["Qwen3-VL 8B (Ideogram 4)"]
     clip = encoder.clip("native")

@@ -44,7 +44,7 @@ def load(dit):
     return dit.load
 
 
-attention = from_pack("int8_dit.nodes.patching.attention_override")
+attention = from_pack("int8_dit.nodes.attention.attention_override")
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ def test_the_widget_beside_what_layers_choose(
     choosing,
 ):
     """INT8 attention declines to it, and `auto` leaves it alone. A later choice takes the place of an earlier one."""
-    monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds._WIDEST_HEAD", widest)
+    monkeypatch.setattr("int8_dit.nodes.attention.attention_kinds._WIDEST_HEAD", widest)
     model = load(write({} if choosing is None else {KEY: encoded(CHOICE)}))
     expected = small.output(model)
     if choosing == "after the LoRA":

@@ -28,14 +28,14 @@ def core(pack):
         yield comfy.ldm.modules.attention
 
 
-set_attention = from_pack("int8_dit.nodes.patching.attention_override:set_attention")
+set_attention = from_pack("int8_dit.nodes.attention.attention_override:set_attention")
 
 
 @pytest.fixture
 def auto(core, exact):
     """The override of the choice `auto`."""
-    from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
-    from int8_dit.nodes.patching.attention_override import AttentionOverride
+    from int8_dit.nodes.attention.attention_kinds import ATTENTION_KINDS
+    from int8_dit.nodes.attention.attention_override import AttentionOverride
 
     return lambda outer=None: AttentionOverride(ATTENTION_KINDS[AUTO], torch.device("cpu"), outer)
 
@@ -103,7 +103,7 @@ def test_on_a_cpu_auto_is_as_comfyui(dit, set_attention):
 
 @pytest.mark.parametrize("flag", ("attention_sub_quad", "attention_split"))
 def test_a_launch_flags_attention_stays(core, dit, set_attention, monkeypatch, flag):
-    from int8_dit.nodes.patching import attention_kinds
+    from int8_dit.nodes.attention import attention_kinds
 
     gpu = torch.device("cuda")
     assert attention_kinds._chooses_exact(gpu)
@@ -113,7 +113,7 @@ def test_a_launch_flags_attention_stays(core, dit, set_attention, monkeypatch, f
 
 
 def test_a_comfyui_without_the_function_keeps_its_attention(pack, monkeypatch):
-    from int8_dit.nodes.patching import attention_kinds
+    from int8_dit.nodes.attention import attention_kinds
 
     monkeypatch.delattr("comfy.ldm.modules.attention.attention_pytorch")
     assert not attention_kinds._chooses_exact(torch.device("cuda"))
@@ -129,8 +129,8 @@ def test_the_fastest_exact_way_gives_way_to_int8_and_not_the_other_way_round(dit
 
 
 def test_what_int8_does_not_take_the_fastest_exact_way_does(core, exact):
-    from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
-    from int8_dit.nodes.patching.attention_override import AttentionOverride
+    from int8_dit.nodes.attention.attention_kinds import ATTENTION_KINDS
+    from int8_dit.nodes.attention.attention_override import AttentionOverride
 
     override, qkv = AttentionOverride(ATTENTION_KINDS[INT8], torch.device("cpu")), tensors()
     expected = core.attention_pytorch(*qkv, HEADS)

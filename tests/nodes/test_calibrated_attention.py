@@ -55,7 +55,7 @@ def quantized(dit, file, calibration):
 @pytest.fixture
 def rounded(pack, monkeypatch):
     """The attention calls that INT8 computed, which grows with them."""
-    from int8_dit.nodes.patching import attention_kinds
+    from int8_dit.nodes.attention import attention_kinds
 
     calls, run = [], attention_kinds.int8_attention
     monkeypatch.setattr(attention_kinds, "int8_attention", lambda *args: calls.append(args) or run(*args))
@@ -64,7 +64,7 @@ def rounded(pack, monkeypatch):
 
 def set_attention(model, kind=INT8):
     """As the nodes do."""
-    from int8_dit.nodes.patching.attention_override import set_attention
+    from int8_dit.nodes.attention.attention_override import set_attention
 
     set_attention(model, kind)
     return model
@@ -72,7 +72,7 @@ def set_attention(model, kind=INT8):
 
 def protected(model, *blocks):
     """INT8 attention but in these blocks."""
-    from int8_dit.nodes.patching.file_notes import keep_recipe
+    from int8_dit.nodes.linears.file_notes import keep_recipe
 
     keep_recipe(model, {"attention": {"exact": blocks}})
     return set_attention(model)
@@ -106,7 +106,7 @@ def test_a_calibration_shows_the_error_of_each_block(dit, file, calibration):
 
 
 def test_of_an_armed_model_nothing_is_seen_but_while_it_samples(dit, file, rounded):
-    from int8_dit.nodes.calibration.recorder import Recording, armed
+    from int8_dit.nodes.quantization.recorder import Recording, armed
 
     recording = Recording()
     model = armed(dit.stock(file), recording)
@@ -118,7 +118,7 @@ def test_of_an_armed_model_nothing_is_seen_but_while_it_samples(dit, file, round
 
 def test_another_nodes_override_computes_while_it_is_observed(dit, file):
     """And is all that a MODEL quantized from the armed one has."""
-    from int8_dit.nodes.calibration.recorder import Recording, armed
+    from int8_dit.nodes.quantization.recorder import Recording, armed
 
     model, recording = dit.stock(file), Recording()
     assert OVERRIDE not in dit.quantize(armed(model, Recording())).model_options["transformer_options"]
@@ -152,9 +152,9 @@ def test_in_containers_it_sees_the_same(small, monkeypatch):
 @pytest.mark.parametrize("chosen", (False, True), ids=("no layer chooses", "a layer chooses"))
 def test_what_layers_choose_computes_while_they_are_recorded(small, preferred, rounded, monkeypatch, chosen, kind):
     """Then nothing is observed: ComfyUI would not ask them beside any override."""
-    from int8_dit.nodes.calibration.recorder import Recording, armed
+    from int8_dit.nodes.quantization.recorder import Recording, armed
 
-    monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds._chooses_exact", lambda device: True)
+    monkeypatch.setattr("int8_dit.nodes.attention.attention_kinds._chooses_exact", lambda device: True)
     model = small.wan()
     if chosen:
         config = torch.tensor(list(b'{"attention": "comfy_kitchen_int8"}'), dtype=torch.uint8)
@@ -310,7 +310,7 @@ def test_all_nodes_that_set_it_obey(dit, file, calibration, quantized, rounded, 
 
 @pytest.mark.parametrize("said", (None, 3, {}, {"exact": None}, {"exact": [1, None]}, {"exact": {}}, ["exact"]))
 def test_a_recipe_that_says_something_else_says_nothing(dit, quantized, said):
-    from int8_dit.nodes.patching.file_notes import keep_recipe
+    from int8_dit.nodes.linears.file_notes import keep_recipe
 
     model = quantized.clone()
     keep_recipe(model, {"attention": said})
@@ -321,7 +321,7 @@ def test_a_recipe_that_says_something_else_says_nothing(dit, quantized, said):
 
 
 def test_a_calibrations_file_keeps_it(dit, calibration, tmp_path):
-    from int8_dit.nodes.calibration.calibration import load_calibration, merge_calibrations, save_calibration
+    from int8_dit.nodes.quantization.calibration import load_calibration, merge_calibrations, save_calibration
 
     path = str(tmp_path / "c.safetensors")
     save_calibration(calibration, path, {})
@@ -337,7 +337,7 @@ WRONG = ([2, 1.0], [2, "a", 1.0], [2, -1.0, 1.0], [True, 1.0, 1.0], 3, [0, 1.0, 
 
 
 def test_an_earlier_file_has_none_and_a_damaged_one_is_named(calibration, tmp_path):
-    from int8_dit.nodes.calibration.calibration import load_calibration, save_calibration
+    from int8_dit.nodes.quantization.calibration import load_calibration, save_calibration
 
     path, key = str(tmp_path / "c.safetensors"), "int8_dit_calibrated_attention"
     save_calibration(calibration, path, {})

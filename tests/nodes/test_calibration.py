@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from support.file_formats import int8
 from support.pack import from_pack
 
-recorder = from_pack("int8_dit.nodes.calibration.recorder")
+recorder = from_pack("int8_dit.nodes.quantization.recorder")
 
 
 def prompts_of(inputs):
@@ -105,7 +105,7 @@ def small_ideogram(pack, monkeypatch):
     # Its text projection then is as large a part of the model as in the real one, and quantized.
     from support import small_models
 
-    monkeypatch.setattr("int8_dit.nodes.layers.layer_selection._LARGE_PROJECTION", 1 << 18)
+    monkeypatch.setattr("int8_dit.nodes.linears.layer_selection._LARGE_PROJECTION", 1 << 18)
     model = small_models.ideogram4(monkeypatch)
     return SimpleNamespace(model=model, inputs=small_models.calibration(model), module=small_models)
 
@@ -247,7 +247,7 @@ def comfyuis_int8(model):
     """A MODEL of ComfyUI's own loader with the same weights in native INT8."""
     import comfy.sd
 
-    from int8_dit.nodes.layers.layer_selection import quantizable_linears
+    from int8_dit.nodes.linears.layer_selection import quantizable_linears
 
     tensors = model.model.diffusion_model.state_dict()
     return comfy.sd.load_diffusion_model_state_dict(dict(int8(tensors, quantizable_linears(model)).tensors))
@@ -258,7 +258,7 @@ def test_linears_that_comfyui_calls_past_their_forward_are_seen(dit, small, monk
     """It does so with those in ComfyUI's own INT8, and in fp16 with `--fast fp16_accumulation`."""
     import comfy.ops
 
-    from int8_dit.nodes.layers.layer_selection import quantizable_linears
+    from int8_dit.nodes.linears.layer_selection import quantizable_linears
     from support.comfyui_today import today
 
     with today("linear_input_act"):
@@ -308,7 +308,7 @@ def test_quantizing_the_armed_model_records_no_more(dit, model, recorder):
 # Kept in files.
 
 
-files = from_pack("int8_dit.nodes.calibration.calibration")
+files = from_pack("int8_dit.nodes.quantization.calibration")
 
 
 def save(files, calibration, path):
@@ -338,8 +338,8 @@ def test_a_calibration_comes_back_from_its_file(dit, model, calibration, files, 
 def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, monkeypatch):
     import folder_paths
 
-    from int8_dit.nodes.calibration import calibration as calibration_file
     from int8_dit.nodes.calibrations import FOLDER, LoadINT8Calibration, MergeINT8Calibrations
+    from int8_dit.nodes.quantization import calibration as calibration_file
 
     assert [folder_paths.models_dir, folder_paths.get_output_directory()] == [
         os.path.dirname(place) for place in folder_paths.get_folder_paths(FOLDER)
@@ -438,7 +438,7 @@ def test_a_damaged_calibration_names_file_and_layer(calibration, files, tmp_path
 @pytest.mark.parametrize("value", (1e12, 1e-30, 0.0))
 def test_a_model_can_be_quantized_with_the_largest_and_smallest_values_that_load(dit, model, calibration, value):
     from int8_dit.kernels import ActivationStatistics
-    from int8_dit.nodes.calibration.calibration import Calibration
+    from int8_dit.nodes.quantization.calibration import Calibration
 
     statistics = {
         name: ActivationStatistics.restored(
@@ -468,7 +468,7 @@ def test_a_file_that_is_no_whole_calibration(dit, calibration, files, tmp_path):
 
 
 def test_merged_calibrations_are_as_recorded_together(dit, model):
-    from int8_dit.nodes.calibration.calibration import merge_calibrations
+    from int8_dit.nodes.quantization.calibration import merge_calibrations
 
     inputs = [dit.calibration(model), dit.calibration(model, text="DIT3") | {"seed": 1}]
     both = inputs[0] | {"positive": {f"positive_{i}": prompts_of(one)[0] for i, one in enumerate(inputs)}}
@@ -483,7 +483,7 @@ def test_merged_calibrations_are_as_recorded_together(dit, model):
 
 
 def with_shapes(calibration, change):
-    from int8_dit.nodes.calibration.calibration import Calibration
+    from int8_dit.nodes.quantization.calibration import Calibration
 
     shapes = dict(calibration.shapes)
     change(shapes)
@@ -491,7 +491,7 @@ def with_shapes(calibration, change):
 
 
 def test_a_calibration_of_another_model_is_refused_with_the_first_layer_that_differs(dit, model, calibration):
-    from int8_dit.nodes.calibration.calibration import merge_calibrations
+    from int8_dit.nodes.quantization.calibration import merge_calibrations
 
     layers = sorted((dit.LINEARS[9], dit.LINEARS[4]), key=list(calibration.shapes).index)
     other = with_shapes(calibration, lambda shapes: shapes.update(dict.fromkeys(layers, (3, 5))))

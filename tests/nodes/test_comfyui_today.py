@@ -5,7 +5,7 @@ import pytest
 
 def test_a_rebuilt_model_does_not_lie_on_the_disk_of_the_other(of_today, dit):
     """ComfyUI reads weights again from a fast disk; what this pack made of them is in no file."""
-    from int8_dit.nodes.patching.apply_kernel import apply_fused_kernel
+    from int8_dit.nodes.linears.apply_kernel import apply_fused_kernel
 
     model = dit.stock()
     model.fast_disk = True

@@ -9,13 +9,13 @@ from PIL import Image
 
 from support.pack import from_pack
 
-fidelity = from_pack("int8_dit.nodes.images.comparison")
+fidelity = from_pack("int8_dit.nodes.pictures.comparison")
 
 
 @pytest.fixture
 def table_of(pack):
     """The table of PSNR values, or of (PSNR, SSIM), by candidate."""
-    from int8_dit.nodes.images.comparison import Fidelity, comparison_table
+    from int8_dit.nodes.pictures.comparison import Fidelity, comparison_table
 
     def make(**values):
         pairs = {

@@ -108,7 +108,7 @@ def loras_of_stored(weight):
     """What the pack attaches instead to a weight in another form."""
     from int8_dit.kernels import LowRank
     from int8_dit.nodes.files.holding import is_stored
-    from int8_dit.nodes.layers.plain_loras import StoredLoRA
+    from int8_dit.nodes.linears.plain_loras import StoredLoRA
 
     [patch] = patched([lora(weight)])
     if not is_stored(weight):

@@ -24,7 +24,7 @@ class Asked(list):
 @pytest.fixture
 def asked(pack, monkeypatch):
     """What was asked for, of linears that would run on a GPU."""
-    from int8_dit.nodes.layers import compile_ahead
+    from int8_dit.nodes.linears import compile_ahead
 
     asked, own, planned = Asked(), compile_ahead.compile_linears, compile_ahead.compile_planned
     monkeypatch.setattr(compile_ahead, "runs_fused", lambda *_: True)
@@ -114,7 +114,7 @@ def test_what_makes_int8_or_floats_of_stored_weights_is_what_runs(dit, files, tm
 
 
 def test_nothing_is_compiled_without_a_gpu(dit, tmp_path, monkeypatch):
-    from int8_dit.nodes.layers import compile_ahead
+    from int8_dit.nodes.linears import compile_ahead
 
     given = []
     monkeypatch.setattr(compile_ahead, "compile_ahead", lambda forms, block, *_: given.append((forms, block)))
@@ -140,8 +140,8 @@ def test_fused_ops_of_blocks_are_those_that_run(small, asked, monkeypatch, name)
     from int8_dit.kernels.ahead import calls_ahead as ahead
     from int8_dit.kernels.operators import Operator
     from int8_dit.nodes.deferred.mode import Deferring
-    from int8_dit.nodes.layers.compile_ahead import compile_planned
-    from int8_dit.nodes.layers.int8_weight import is_int8
+    from int8_dit.nodes.linears.compile_ahead import compile_planned
+    from int8_dit.nodes.linears.int8_weight import is_int8
 
     ran, plan = set(), Operator._plan
 

@@ -128,8 +128,8 @@ def test_a_nodes_result_names_the_file(output, save, prefix, subfolder):
 def test_calibrations_are_not_overwritten_either(output):
     from comfy_api.latest import io
 
-    from int8_dit.nodes.calibration.calibration import Calibration
     from int8_dit.nodes.calibrations import SaveINT8Calibration
+    from int8_dit.nodes.quantization.calibration import Calibration
 
     node = SaveINT8Calibration.PREPARE_CLASS_CLONE({"hidden_inputs": {io.Hidden.prompt: None}})
     (output / "foo_00002_.safetensors").write_bytes(b"a model")

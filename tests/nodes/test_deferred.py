@@ -562,8 +562,8 @@ def test_parts_at_positions_of_their_own_are_one_pass_each(block, deferral, monk
 
 @pytest.mark.parametrize("form", (lambda q: q, lambda q: q.contiguous()), ids=("memory", "deferred"))
 def test_attention_that_is_launched_on_addresses_writes_into_nothing(block, deferral, form):
-    from int8_dit.nodes.patching.attention_kinds import AttentionKind, Way
-    from int8_dit.nodes.patching.attention_override import AttentionOverride
+    from int8_dit.nodes.attention.attention_kinds import AttentionKind, Way
+    from int8_dit.nodes.attention.attention_override import AttentionOverride
 
     def attend(call):
         assert all(type(tensor) in deferral.notes.MEMORY and tensor.data_ptr() for tensor in call[:3])

@@ -38,7 +38,7 @@ def one_thread():
 @pytest.fixture(scope="module")
 def original(small, dit):
     """A small model by its architecture's name: its float tensors, which linears become INT8, what that costs."""
-    from int8_dit.nodes.layers.layer_selection import quantizable_linears
+    from int8_dit.nodes.linears.layer_selection import quantizable_linears
 
     def computed(architecture, tensors):
         model = small.stock_of(architecture, tensors)

@@ -14,7 +14,7 @@ from support.tensors import relative_error
 # Float32's own rounding, through a whole model; and how much more INT8 may lose, since it rounds other numbers.
 FLOAT_ROUNDING = 1e-4
 INT8_ALIKE = 1.5
-folding = from_pack("int8_dit.nodes.patching.folding")
+folding = from_pack("int8_dit.nodes.linears.folding")
 
 # What the names of the linears end with whose input can be divided.
 SWIGLU = ("attention.qkv", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
@@ -152,7 +152,7 @@ def ideogram(pack, monkeypatch):
     """A small Ideogram 4 with all its kinds of linears quantized, and what samples it."""
     from support import small_models
 
-    monkeypatch.setattr("int8_dit.nodes.layers.layer_selection._LARGE_PROJECTION", 1 << 18)
+    monkeypatch.setattr("int8_dit.nodes.linears.layer_selection._LARGE_PROJECTION", 1 << 18)
     return small_models, small_models.ideogram4(monkeypatch)
 
 

@@ -79,7 +79,7 @@ def test_in_bf16_if_it_is_asked_for(dit, quantize, number):
 
 
 def test_what_cannot_be_rotated_or_is_small_has_8_bits(dit, quantize, monkeypatch):
-    monkeypatch.setattr("int8_dit.nodes.layers.stored_weights.SMALLEST_STORED", 192 * 768 // 2)
+    monkeypatch.setattr("int8_dit.nodes.linears.stored_weights.SMALLEST_STORED", 192 * 768 // 2)
     model, report = quantize(dit.recorded())
     large = {name for name, weight in dit.tensors().items() if tuple(weight.shape) in ((192, 768), (768, 192))}
     assert {f"{name}.weight" for name in dit.coded(model)} == large & {f"{name}.weight" for name in dit.LINEARS}

@@ -68,7 +68,7 @@ def test_only_the_marked_layers_have_16_bits(dit, native, tmp_path):
 
 
 def bits_of(layer):
-    from int8_dit.nodes.layers.weight_form import known_form
+    from int8_dit.nodes.linears.weight_form import known_form
 
     return known_form(layer.weight, layer).unsmoothed.activation_bits
 

@@ -145,7 +145,7 @@ def test_a_prefix_of_a_whole_checkpoint(dit, write):
     prefixed = {f"model.diffusion_model.{key}": tensor for key, tensor in dit.tensors().items()}
     model, plain = dit.load(write(tensors=prefixed)), dit.load(write())
     assert torch.equal(dit.output(model), dit.output(plain))
-    from int8_dit.nodes.patching.file_notes import gguf_formats_of
+    from int8_dit.nodes.linears.file_notes import gguf_formats_of
 
     assert f"{dit.LAYER}.weight" in gguf_formats_of(plain)
     assert gguf_formats_of(model) == gguf_formats_of(plain)
@@ -238,7 +238,7 @@ def test_a_cancel_while_blocks_are_decoded(dit, write, decoded, interrupt_at, ke
 
 def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
     """The device of a streamed weight is not that of its LoRA, and nothing computes with both."""
-    from int8_dit.nodes.layers import plain_loras
+    from int8_dit.nodes.linears import plain_loras
 
     model = dit.with_lora(dit.load(write("Q8_0"), memory="as stored"), lora)
     dit.output(model)

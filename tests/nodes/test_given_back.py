@@ -58,8 +58,8 @@ WAYS = {
     "behind an activation": lambda layer: behind(layer, F.silu),
 }
 STOPS = {
-    "the product": "int8_dit.nodes.layers.fused_forward.int8_gemm",
-    "the whole linear": "int8_dit.nodes.layers.fused_forward.int8_linear",
+    "the product": "int8_dit.nodes.linears.fused_forward.int8_gemm",
+    "the whole linear": "int8_dit.nodes.linears.fused_forward.int8_linear",
     "the norm": "int8_dit.nodes.deferred.operands.norm_quantize",
     "the activation": "int8_dit.nodes.deferred.operands.activate_quantize",
     "a cancel": "comfy.ops.run_every_op",

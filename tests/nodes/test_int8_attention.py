@@ -17,7 +17,7 @@ BATCH, HEADS, TOKENS, WIDTH = 2, 4, 10, 16
 INT8, KITCHEN = "INT8", "INT8 (comfy-kitchen)"
 CPU = torch.device("cpu")
 NOTICE = "INT8 attention did not run"
-attention = from_pack("int8_dit.nodes.patching.attention_override")
+attention = from_pack("int8_dit.nodes.attention.attention_override")
 comfyui_attention = from_pack("comfy.ldm.modules.attention:attention_pytorch")
 
 
@@ -83,7 +83,7 @@ def install(pack, monkeypatch):
             def own(q, k, v, mask=None, scale=None, key_mean=None):
                 return kernel(q, k, v, scale=scale, **({} if mask is None else {"attn_mask": mask}))
 
-            monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds.int8_attention", own)
+            monkeypatch.setattr("int8_dit.nodes.attention.attention_kinds.int8_attention", own)
             return
         monkeypatch.setattr(comfy_kitchen, "int8_attention", kernel, raising=False)
         monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device=None: True, raising=False)
@@ -113,8 +113,8 @@ def tensors(kv_heads=HEADS, kv_tokens=TOKENS, by_head=False, dtype=torch.float32
 
 def on_cpu(kernel, outer=None):
     """The override of the kind that a kernel was installed for."""
-    from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
-    from int8_dit.nodes.patching.attention_override import AttentionOverride
+    from int8_dit.nodes.attention.attention_kinds import ATTENTION_KINDS
+    from int8_dit.nodes.attention.attention_override import AttentionOverride
 
     return AttentionOverride(ATTENTION_KINDS[kernel.kind], CPU, outer)
 
@@ -383,7 +383,7 @@ def test_a_sampling_runs_it_or_says_why_not(dit, load, kernel, warnings, monkeyp
     bypassed = load(attention=kernel.kind)
     bypassed.model_options["transformer_options"]["optimized_attention_override"] = lambda func, *a, **k: func(*a, **k)
     dit.sample(bypassed)
-    monkeypatch.setattr("int8_dit.nodes.patching.attention_kinds._WIDEST_HEAD", 8)
+    monkeypatch.setattr("int8_dit.nodes.attention.attention_kinds._WIDEST_HEAD", 8)
     dit.sample(load(attention=kernel.kind))
     bypass, wide = warnings()
     assert kernel.calls == 6 and "no call reached it" in bypass and "its heads are wider than 8" in wide

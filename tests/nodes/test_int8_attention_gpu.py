@@ -25,8 +25,8 @@ SHAPES = {
 @pytest.fixture(params=("INT8", "INT8 (comfy-kitchen)"))
 def override(pack, request):
     """The attention override of a kind."""
-    from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
-    from int8_dit.nodes.patching.attention_override import AttentionOverride
+    from int8_dit.nodes.attention.attention_kinds import ATTENTION_KINDS
+    from int8_dit.nodes.attention.attention_override import AttentionOverride
 
     kind = ATTENTION_KINDS[request.param]
     if obstacle := kind.obstacle(GPU):
@@ -47,7 +47,7 @@ def both(override, qkv, **options):
     """ComfyUI's attention, and the same with the override, by INT8 attention and no other."""
     from comfy.ldm.modules.attention import attention_pytorch
 
-    from int8_dit.nodes.patching import attention_override as attention
+    from int8_dit.nodes.attention import attention_override as attention
 
     notes = set()
     token = attention._notes.set(notes)
@@ -118,8 +118,8 @@ def test_the_fastest_exact_way_is_exact(pack, shape, masked):
     """Whichever it is here."""
     from comfy.ldm.modules.attention import attention_pytorch
 
-    from int8_dit.nodes.patching.attention_kinds import ATTENTION_KINDS
-    from int8_dit.nodes.patching.attention_override import AttentionOverride
+    from int8_dit.nodes.attention.attention_kinds import ATTENTION_KINDS
+    from int8_dit.nodes.attention.attention_override import AttentionOverride
 
     batch, kv_heads, queries, keys, _ = SHAPES[shape]
     qkv = tensors(*SHAPES[shape], torch.bfloat16, True)

@@ -67,7 +67,7 @@ def of_blocks(names):
     return {re.sub(r"\.\d+\.", ".#.", name, count=1) for name in names}
 
 
-is_quantizable = from_pack("int8_dit.nodes.layers.layer_selection:is_quantizable")
+is_quantizable = from_pack("int8_dit.nodes.linears.layer_selection:is_quantizable")
 
 
 @pytest.mark.parametrize("name", LAYERS)

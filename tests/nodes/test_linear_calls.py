@@ -48,7 +48,7 @@ def make(linears, monkeypatch):
 @pytest.fixture
 def fused_ops(pack, monkeypatch):
     """The names of the fused ops that calls of linears run."""
-    from int8_dit.nodes.layers import linear_call
+    from int8_dit.nodes.linears import linear_call
 
     names = []
     for name in ("activate_quantize", "norm_quantize", "gated_residual"):
@@ -310,7 +310,7 @@ def test_a_gradient_passes(linears, make):
 def test_a_calibration_sees_what_is_multiplied(linears, make, kind, asked):
     """And not what the linear is given, which may be twice as wide."""
     from int8_dit.kernels import ActivationStatistics
-    from int8_dit.nodes.calibration.recorder import observed_linear
+    from int8_dit.nodes.quantization.recorder import observed_linear
 
     linear, call, given, before = make(kind), linears.ASKED[asked], ActivationStatistics(), ActivationStatistics()
     for seen, run in ((given, lambda: called(linear, call, "by name")), (before, lambda: expected(linear, call))):
@@ -323,7 +323,7 @@ def test_a_calibration_sees_what_is_multiplied(linears, make, kind, asked):
 def test_recordings_may_end_in_any_order(linears, make):
     """As those of two MODELs with the same modules, beside each other in one guider."""
     from int8_dit.kernels import ActivationStatistics
-    from int8_dit.nodes.calibration.recorder import observed_linear
+    from int8_dit.nodes.quantization.recorder import observed_linear
 
     linear = make("protected")
     first, second = (observed_linear(linear, ActivationStatistics()) for _ in range(2))

@@ -233,7 +233,7 @@ def test_a_copy_through_buffers(pack, dtype, shape):
 def test_a_weight_from_device_to_device(pack):
     from int8_dit.kernels import ChannelTransform, quantize_weight
     from int8_dit.nodes.comfyui.quantized import stored, to_device
-    from int8_dit.nodes.layers.int8_weight import int8_weight
+    from int8_dit.nodes.linears.int8_weight import int8_weight
 
     transform = ChannelTransform(torch.linspace(0.5, 2, 64, device=DEVICE), 64)
     q, scale = quantize_weight(torch.randn(48, 64, device=DEVICE), transform)
@@ -271,7 +271,7 @@ def beside(pack, monkeypatch):
 def test_copies_are_made_beside_the_caller(beside, inference):
     from int8_dit.kernels import quantize_weight
     from int8_dit.nodes.comfyui.quantized import HostCopies, stored
-    from int8_dit.nodes.layers.int8_weight import int8_weight
+    from int8_dit.nodes.linears.int8_weight import int8_weight
 
     to_host = HostCopies()
     with torch.inference_mode(inference):

@@ -155,7 +155,7 @@ def test_without_calibration_the_best_per_layer_is_rotation(dit, model, caplog):
 
 
 def test_a_layer_that_was_never_called_is_not_smoothed_and_not_protected(dit, model, calibration):
-    from int8_dit.nodes.calibration.calibration import Calibration
+    from int8_dit.nodes.quantization.calibration import Calibration
 
     statistics = {name: seen for name, seen in calibration.statistics.items() if name != dit.LAYER}
     quantized, _, table, _ = dit.run_node(

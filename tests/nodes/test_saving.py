@@ -106,7 +106,7 @@ def test_files_with_the_earlier_names_of_formats_load(dit, smoothed, save, tmp_p
 
 def test_the_recipe_is_in_the_metadata(dit, smoothed, save):
     """And survives loading and saving again; what is none is ignored, whoever wrote it."""
-    from int8_dit.nodes.patching.file_notes import recipe_of
+    from int8_dit.nodes.linears.file_notes import recipe_of
 
     path = save(smoothed)
     recipe = json.loads(metadata(path)["int8_dit_recipe"])

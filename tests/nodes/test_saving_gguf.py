@@ -60,7 +60,7 @@ def wide(dit):
 @pytest.mark.parametrize("type", TYPES)
 def test_what_is_saved_is_read_back(dit, wide, save, type):
     """Every linear in the type, all else in F16, tensors of one dimension in F32."""
-    from int8_dit.nodes.layers.layer_selection import linears
+    from int8_dit.nodes.linears.layer_selection import linears
 
     expected = wide.model.diffusion_model.state_dict()
     layers = {f"{name}.weight" for name in linears(wide)}

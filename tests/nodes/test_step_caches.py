@@ -96,7 +96,7 @@ def sampled(architecture, model):
     """What is sampled, and the steps in which layers ran, each time that they did."""
     import comfy.sample
 
-    from int8_dit.nodes.layers.layer_selection import quantizable_linears
+    from int8_dit.nodes.linears.layer_selection import quantizable_linears
 
     shape = architecture.inputs["x"]
     text = torch.randn(architecture.inputs["context"], generator=torch.Generator().manual_seed(0))

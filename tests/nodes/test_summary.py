@@ -21,7 +21,7 @@ CHOSEN = "(bf16 was chosen)"
 @pytest.fixture
 def line(dit):
     """The summary of a MODEL, whose counts are those of its linears."""
-    from int8_dit.nodes.layers.layer_selection import linears
+    from int8_dit.nodes.linears.layer_selection import linears
 
     def line(model):
         summary = dit.summarize(model)
@@ -103,7 +103,7 @@ def test_attention_of_another_node(dit, line):
 def test_int8_attention(dit, line, monkeypatch):
     import comfy_kitchen
 
-    from int8_dit.nodes.patching.attention_override import set_attention
+    from int8_dit.nodes.attention.attention_override import set_attention
 
     monkeypatch.setattr(comfy_kitchen, "int8_attention", print, raising=False)
     monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device: True, raising=False)

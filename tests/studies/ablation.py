@@ -168,7 +168,7 @@ def calibrated(model, condition: list, empty: torch.Tensor, steps: int, seed: in
     """The calibration of a MODEL from one sampling of `condition`."""
     import comfy.samplers
 
-    from int8_dit.nodes.calibration.recorder import CalibrationRun
+    from int8_dit.nodes.quantization.recorder import CalibrationRun
 
     sampling = model.get_model_object("model_sampling")
     euler, sigmas = comfy.samplers.sampler_object("euler"), comfy.samplers.calculate_sigmas(sampling, "simple", steps)
@@ -186,7 +186,7 @@ def native(state_dict: TensorDict, quantize: Callable[[torch.Tensor], dict[str, 
     """ComfyUI's own loader on a file in a quantized format of its own."""
     import comfy.model_management
 
-    from int8_dit.nodes.layers.layer_selection import is_quantizable
+    from int8_dit.nodes.linears.layer_selection import is_quantizable
 
     device, quantized = comfy.model_management.get_torch_device(), dict(state_dict)
     for key, weight in state_dict.items():
@@ -266,8 +266,8 @@ def pack_variants(layers: int) -> dict[str, dict[str, object]]:
 
 def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> dict[str, Outcome]:
     """Every variant of a subject, or the wanted ones."""
-    from int8_dit.nodes.layers.layer_selection import quantizable_linears
-    from int8_dit.nodes.patching.attention_kinds import INT8
+    from int8_dit.nodes.attention.attention_kinds import INT8
+    from int8_dit.nodes.linears.layer_selection import quantizable_linears
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
     from support.random_models import attending, fp8_layer
 
@@ -315,7 +315,7 @@ def _evaluated(name: str, subject: Glyphs | Blocks, model) -> Outcome:
 
 def interval(*samples: np.ndarray, statistic: Callable[..., np.ndarray] = np.mean) -> list[float]:
     """A statistic of samples whose items belong together, and its 95 % bootstrap interval."""
-    from int8_dit.nodes.images import comparison
+    from int8_dit.nodes.pictures import comparison
 
     bounds = comparison.interval(*samples, statistic=statistic)
     if bounds is None:

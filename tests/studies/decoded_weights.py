@@ -48,7 +48,7 @@ def decoded(state_dict: TensorDict, through: Callable[[torch.Tensor], torch.Tens
 
 def quantizable(state_dict: TensorDict) -> list[str]:
     """Names of the weights that variants quantize."""
-    from int8_dit.nodes.layers.layer_selection import is_quantizable
+    from int8_dit.nodes.linears.layer_selection import is_quantizable
 
     suffix = ".weight"
     names = [name for name in state_dict if name.endswith(suffix)]

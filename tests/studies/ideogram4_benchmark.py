@@ -93,8 +93,8 @@ def measure_quantization(bf16, pixels: int, steps: int, rounds: int = 3) -> dict
     """What recording costs the sampling it rides on, and time and memory of quantizing with and without calibration."""
     import comfy.model_management
 
-    from int8_dit.nodes.calibration.recorder import Recording, armed
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+    from int8_dit.nodes.quantization.recorder import Recording, armed
 
     device = comfy.model_management.get_torch_device()
     comfy.model_management.load_models_gpu([bf16], force_full_load=True)

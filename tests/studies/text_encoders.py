@@ -46,7 +46,7 @@ class Clips:
             self._kind = kind
         if bits is None:
             return self._clip
-        from int8_dit.nodes.patching.apply_kernel import apply_to_text_encoder
+        from int8_dit.nodes.linears.apply_kernel import apply_to_text_encoder
 
         for module in self._clip.cond_stage_model.modules():
             if hasattr(module, "_full_precision_mm"):

@@ -13,7 +13,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from int8_dit.kernels import ChannelTransform
-from int8_dit.nodes.patching.attention_kinds import AUTO, INT8, KITCHEN_INT8
+from int8_dit.nodes.attention.attention_kinds import AUTO, INT8, KITCHEN_INT8
 from support.kitchen_blocks import ROTATION_GROUP, with_kitchen_blocks
 from support.random_models import Forward, Held, RandomModel, attending, compiled, load, plain, unfused
 

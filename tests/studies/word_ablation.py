@@ -138,7 +138,7 @@ def attention_variants(model) -> dict[str, Callable[[], object]]:
     """The kinds of INT8 attention on top of a quantized MODEL: clones of it."""
     import comfy.model_management
 
-    from int8_dit.nodes.patching.attention_kinds import INT8, KITCHEN_INT8
+    from int8_dit.nodes.attention.attention_kinds import INT8, KITCHEN_INT8
     from support.random_models import attending
 
     def in_all_steps():
@@ -179,8 +179,8 @@ def run(
     """Every variant, or the wanted ones: its images, latent errors, bytes and protected layers."""
     import comfy.model_management
 
-    from int8_dit.nodes.layers import stored_weights
-    from int8_dit.nodes.layers.layer_selection import quantizable_linears
+    from int8_dit.nodes.linears import stored_weights
+    from int8_dit.nodes.linears.layer_selection import quantizable_linears
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 
     stored_weights.SMALLEST_STORED = 0  # the word model's are small, and ComfyUI's quantizer takes them too
@@ -241,7 +241,7 @@ def sample_variants(arguments: argparse.Namespace, about: dict[str, object]) -> 
 def scored(images: np.ndarray, expected: np.ndarray, texts: Sequence[str]) -> tuple[dict[str, list[float]], list[str]]:
     """METRICS of a variant's images [B, H, W] but for the latent's, and what OCR reads in each: letters and digits
     alone, 0 as O and 1 as I."""
-    from int8_dit.nodes.images.comparison import compare_images
+    from int8_dit.nodes.pictures.comparison import compare_images
 
     found = [read(image) for image in images]
     distances = [edit_distance(normalised(a), normalised(b)) for a, b in zip(found, texts, strict=True)]
@@ -253,7 +253,7 @@ def scored(images: np.ndarray, expected: np.ndarray, texts: Sequence[str]) -> tu
 
 def figure(values: Sequence[float]) -> list[float | None]:
     """The mean of those that are finite and its interval; None for what is not known."""
-    from int8_dit.nodes.images.comparison import finite, interval
+    from int8_dit.nodes.pictures.comparison import finite, interval
 
     finites = finite(values)
     return [float(np.mean(finites)) if finites else None, *(interval(finites) or (None, None))]

@@ -19,12 +19,12 @@ from comfy.weight_adapter.lora import LoRAAdapter
 
 from int8_dit.kernels import ChannelTransform, LowRank, quantize_gguf, quantize_weight
 from int8_dit.nodes.files.holding import held_gguf, read_gguf_weight
-from int8_dit.nodes.layers.int8_weight import int8_weight
-from int8_dit.nodes.layers.linear_call import name_linears
-from int8_dit.nodes.layers.plain_loras import StoredLoRA
+from int8_dit.nodes.linears.apply_kernel import running_fused
+from int8_dit.nodes.linears.int8_weight import int8_weight
+from int8_dit.nodes.linears.linear_call import name_linears
+from int8_dit.nodes.linears.plain_loras import StoredLoRA
 from int8_dit.nodes.loading.load_plan import LoadPlan
 from int8_dit.nodes.loading.operations import int8_operations
-from int8_dit.nodes.patching.apply_kernel import running_fused
 
 from .random_models import coded_layer, in_codes, native_layer
 

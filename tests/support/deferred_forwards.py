@@ -38,8 +38,8 @@ class Block(torch.nn.Module):
 
     def __init__(self) -> None:
         from int8_dit.kernels import ChannelTransform, quantize_weight
-        from int8_dit.nodes.layers.int8_weight import int8_weight
-        from int8_dit.nodes.layers.linear_call import name_linears
+        from int8_dit.nodes.linears.int8_weight import int8_weight
+        from int8_dit.nodes.linears.linear_call import name_linears
         from int8_dit.nodes.loading.load_plan import LoadPlan
         from int8_dit.nodes.loading.operations import int8_operations
 

@@ -26,14 +26,14 @@ from glyphs import conditioning, latents
 from glyphs.alphabet import ALPHABET
 from int8_dit.nodes import quantize_to_int8
 from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-from int8_dit.nodes.calibration.calibration import Calibration
 from int8_dit.nodes.files.holding import is_grouped
 from int8_dit.nodes.files.quant_config import QUANT_CONFIG, decode_config
-from int8_dit.nodes.layers.int8_weight import is_int8
+from int8_dit.nodes.linears.file_notes import recipe_of as recipe  # noqa: F401
+from int8_dit.nodes.linears.int8_weight import is_int8
 from int8_dit.nodes.loading.load import load_int8_model
 from int8_dit.nodes.loading.summary import describe_attention as described  # noqa: F401
 from int8_dit.nodes.loading.summary import summarize  # noqa: F401
-from int8_dit.nodes.patching.file_notes import recipe_of as recipe  # noqa: F401
+from int8_dit.nodes.quantization.calibration import Calibration
 from int8_dit.nodes.saving.save import save_gguf_model, save_int8_model
 from support import adapters
 from support.adapters import with_delta as with_delta  # tests have these two as `dit.…`

@@ -15,7 +15,7 @@ from comfy.text_encoders.llama import precompute_freqs_cis
 from int8_dit.kernels import ChannelTransform, quantize_gguf, quantize_weight
 from int8_dit.nodes.files import quant_config
 from int8_dit.nodes.files.holding import held_codes, held_gguf, read_gguf_weight, with_joined_codes
-from int8_dit.nodes.layers.int8_weight import int8_weight
+from int8_dit.nodes.linears.int8_weight import int8_weight
 from int8_dit.nodes.loading.load_plan import LoadPlan
 from int8_dit.nodes.loading.operations import int8_operations
 from support.file_formats import GROUPED, in_codes, unrotated

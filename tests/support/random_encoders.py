@@ -18,7 +18,7 @@ import comfy.text_encoders.ideogram4
 import comfy.text_encoders.sd3_clip
 import torch
 
-from int8_dit.nodes.layers.layer_selection import is_quantizable
+from int8_dit.nodes.linears.layer_selection import is_quantizable
 
 from .random_models import Tensors, fp8_layer, native_layer
 

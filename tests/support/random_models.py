@@ -28,9 +28,9 @@ from int8_dit.kernels.quantization.weight_rounding import quantize_to_codes
 from int8_dit.nodes.deferred.install import KEY
 from int8_dit.nodes.files import quant_config
 from int8_dit.nodes.files.holding import coded_weight, quant_config_in
-from int8_dit.nodes.layers.int8_weight import int8_weight
-from int8_dit.nodes.layers.layer_selection import is_quantizable
-from int8_dit.nodes.layers.stored_weights import patch_products
+from int8_dit.nodes.linears.int8_weight import int8_weight
+from int8_dit.nodes.linears.layer_selection import is_quantizable
+from int8_dit.nodes.linears.stored_weights import patch_products
 from int8_dit.nodes.loading.load import build_model
 from int8_dit.nodes.loading.load_plan import LoadPlan
 
@@ -456,7 +456,7 @@ def load(model: ModelPatcher) -> None:
 
 def attending(model: ModelPatcher, kind: str) -> ModelPatcher:
     """The MODEL with a kind of attention, less the blocks that a calibration keeps exact."""
-    from int8_dit.nodes.patching.attention_override import set_attention
+    from int8_dit.nodes.attention.attention_override import set_attention
 
     set_attention(model, kind)
     return model

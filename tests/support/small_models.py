@@ -33,10 +33,10 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
 from int8_dit.kernels import ChannelTransform, Protection, quantize_weight
-from int8_dit.nodes.calibration.calibration import Calibration
-from int8_dit.nodes.calibration.recorder import CalibrationRun
-from int8_dit.nodes.layers.int8_weight import LAYOUT, format_of_weight, int8_weight, is_int8
+from int8_dit.nodes.linears.int8_weight import LAYOUT, format_of_weight, int8_weight, is_int8
+from int8_dit.nodes.quantization.calibration import Calibration
 from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
+from int8_dit.nodes.quantization.recorder import CalibrationRun
 from support.architectures import Architecture
 
 TEXT = 4096  # ComfyUI takes no other width for Wan

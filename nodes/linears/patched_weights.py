@@ -21,8 +21,8 @@ from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
 from ..files import quant_config
 from ..files.holding import is_grouped, quant_config_in
 from ..files.writing.tensor_files import PendingTensor, Tensors
-from ..layers.int8_weight import int8_weight, quant_config_of
-from ..layers.weight_form import known_form
+from .int8_weight import int8_weight, quant_config_of
+from .weight_form import known_form
 
 
 def float_weight(weight: torch.Tensor, pre_quant_scale: torch.Tensor | None = None) -> torch.Tensor:

@@ -16,16 +16,16 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_execution.utils import get_executing_context
 
 from ...kernels import ActivationStatistics, AttentionError, unplanned_memory
+from ..attention.attention_kinds import ATTENTION_KINDS, INT8, int8_way, read_call
+from ..attention.attention_override import AttentionOverride
 from ..comfyui.attention import OVERRIDE, Attention, attention_choices, beside_choices, comfyuis_attention
 from ..comfyui.compiling import is_compiled
 from ..comfyui.quantized import FORWARDED_LAYOUT, native_int8_as
 from ..files.block_lists import block_of
 from ..host.sampling import previewer, sample
 from ..host.work import Progress
-from ..layers.layer_selection import quantizable_linears
-from ..layers.linear_call import multiplied
-from ..patching.attention_kinds import ATTENTION_KINDS, INT8, int8_way, read_call
-from ..patching.attention_override import AttentionOverride
+from ..linears.layer_selection import quantizable_linears
+from ..linears.linear_call import multiplied
 from .calibration import Calibration, Shapes, merge_calibrations, shapes_of
 
 RECORDER_KEY = "int8_dit_recorder"

@@ -31,9 +31,9 @@ from ..comfyui.attention import (
 from ..comfyui.patcher import DIFFUSION_MODEL
 from ..deferred.notes import outside, tracking, valued
 from ..host import notices
-from ..layers.layer_selection import keeps_exact
+from ..linears.file_notes import exact_attention_of
+from ..linears.layer_selection import keeps_exact
 from .attention_kinds import AS_COMFYUI, ATTENTION_KINDS, KEEPS_EXACT, AttentionCall, AttentionKind, read_call
-from .file_notes import exact_attention_of
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ from ..comfyui.quantized import FORWARDED_LAYOUT, NATIVE_LAYOUT, held_weight, is
 from ..deferred.install import defer, deferring_class
 from ..files.holding import is_stored
 from ..host import notices
-from ..layers.compile_ahead import compile_linears
-from ..layers.fused_forward import INT8Linear
-from ..layers.int8_weight import is_int8
-from ..layers.layer_selection import class_patch, linears, root_of
-from ..layers.linear_call import arguments_of, name_linears, refuse_unknown
-from ..layers.stored_weights import put_hooked
-from ..layers.weight_form import weight_form
+from .compile_ahead import compile_linears
+from .fused_forward import INT8Linear
+from .int8_weight import is_int8
+from .layer_selection import class_patch, linears, root_of
+from .linear_call import arguments_of, name_linears, refuse_unknown
 from .patched_weights import show_whole
+from .stored_weights import put_hooked
+from .weight_form import weight_form
 
 _CALLBACK_KEY = "int8_dit_apply"
 

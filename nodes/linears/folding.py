@@ -17,7 +17,7 @@ from ...kernels import FLOAT_DTYPES, ChannelTransform, divide_modulation_scale, 
 from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
 from ..files import quant_config
 from ..files.writing.tensor_files import PendingTensor, Tensors
-from ..layers.int8_weight import is_int8
+from .int8_weight import is_int8
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What a MODEL's attention computes with."""

@@ -1,1 +1,0 @@
-"""Images beside other images: how much they differ, and how sure that is."""
