@@ -1,4 +1,4 @@
-"""What a compiler sees of the kernels: operators, and of the quantizer, if it is Inductor, plain operations.
+"""How torch.compile sees the kernels: as operators, and for Inductor the quantizer as plain operations.
 
 As an operator the quantizer is opaque, so that its input goes through memory. As plain operations in the graph it would
 be two readers of its input, the largest magnitude and the rounding, and what two read from more than four tensors, such

@@ -21,7 +21,7 @@ def check_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Let each query see one key alone, another one each, whose value is then the result: exactly.
+    """Compare attention with what it must be where the softmax selects one key per query: exactly that key's value.
 
     `attend` fills [B, H, TQ, WIDTH]. `share` keys have a scale in common, as in AttentionOperands. `scaled` says
     whether values, of this dtype, have a scale per channel. Raises WrongResult.

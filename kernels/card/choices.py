@@ -18,7 +18,7 @@ from .kept_files import is_milliseconds, is_size, path_for, read_object, write_o
 _MARGIN = 0.03
 
 Shape = tuple
-"""Two sizes, then what times are compared within only: (N, K) of a linear, an AttentionShape."""
+"""(size, size, *class): times are compared within a class. (N, K) of a linear, or an AttentionShape."""
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ def built(kernel: Any, *values: object, **options: object) -> Build:
 
 
 class StandIn(torch.Tensor):
-    """What is asked of a tensor before it is there: contiguous, and beginning on 16 bytes. Nothing is computed with it,
-    but it can be read as another shape or dtype."""
+    """A tensor without data, for compiling: contiguous, and beginning on 16 bytes. It can be viewed as another shape or
+    dtype."""
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, given: Sequence[Any], named: Any = None) -> "StandIn":

@@ -18,8 +18,8 @@ _SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 class Comparisons:
     """Those of one forward.
 
-    A kind of work is a call and what its arguments are: numbers, forms of tensors, kinds of deferred ones. It is a
-    number here. Where an argument is something else, the work is of a kind of its own.
+    A kind of work is a call and the forms of its arguments: numbers, tensors' layouts, kinds of deferred ones. Equal
+    calls share an integer id. An argument of any other type makes the call a kind of its own.
     """
 
     def __init__(self) -> None:

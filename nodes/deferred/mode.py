@@ -179,7 +179,7 @@ class Deferring(TorchFunctionMode):
         return deferred(note)
 
     def waits_no_more(self) -> None:
-        """A note is computed, or nobody has it any more, or all that it reads is tracked and was taken."""
+        """Count one waiting note less; at zero leave the mode. A note waits until it is computed, gone or released."""
         self._waiting_notes -= 1
         if not self._waiting_notes:
             self._stop_watching()

@@ -52,7 +52,7 @@ class Note:
         self._stream = _current_stream(self.device.index) if self.device.type == "cuda" else 0
 
     def value(self) -> torch.Tensor:
-        """The value, computed as the model's own call does, and on the stream of that call."""
+        """Return the value. The first call computes it as the model does, on the stream of the model's call."""
         if self.computed is None:
             if self.expected is not None and not self.is_view:
                 value = self.expected
@@ -68,7 +68,7 @@ class Note:
         return self.computed
 
     def has(self, value: torch.Tensor) -> None:
-        """Take the value, wherever it was computed."""
+        """Store the value, wherever it was computed, and drop the call that would make it."""
         self.computed = value
         self._call = self._args = self._kwargs = self.operand = _NOTHING
         self.quantized = self.expected = None
@@ -112,7 +112,7 @@ class Note:
         self.shape, self.dtype = value.shape, value.dtype
 
     def let_go(self) -> None:
-        """Whoever waited for this note, and for what it is made of, need not any more."""
+        """Release this note and its inputs: the forward waits for them no more."""
         if self.forward is not None:
             self._end()
             for made_of in self._args or ():

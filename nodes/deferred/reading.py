@@ -71,5 +71,5 @@ def now(x: Any) -> Any:
 
 
 def as_it_is(x: Any) -> Any:
-    """A deferred tensor that later writes into this one do not change."""
+    """A second handle of a deferred tensor, unaffected by writes to the first."""
     return deferred(x.note) if type(x) is Deferred else x

@@ -38,8 +38,7 @@ def _rows(x: Any, key: tuple, form: tuple) -> Quantized | None:
 
 
 def _see_writes_into(note: Note, operand: Any) -> None:
-    """Let the mode end where writes into what a note reads are seen without: into tracked tensors. A modulation that is
-    none yet becomes one."""
+    """Track what a note reads, so that later in-place writes are seen without the mode, and release the note."""
     x, _, *others = operand[:4]
     if note.forward is not None and type(x) is Tracked:
         for other in others:

@@ -14,9 +14,16 @@ _QUERIES_AND_KEYS = {"q", "k", "query", "key"}  # words in the names of their no
 
 
 def compile_linears(root: torch.nn.Module, kernel: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Have compiled, beside what the caller does next, what makes INT8 or floats of stored weights for each product,
-    what the INT8 linears of a module launch on a device with inputs of a dtype, the largest first, and then what its
-    blocks may launch between them. `kernel` is one of kernels.KERNEL_CHOICES."""
+    """Start background compilation of everything that a module launches.
+
+    The kernels that expand stored weights come first, then those of the linears, the largest first, then the fused ops
+    of its blocks.
+
+    Args:
+        kernel: one of kernels.KERNEL_CHOICES.
+        dtype: of the linears' inputs.
+        device: where they compute.
+    """
     forms: Counter[LinearForm] = Counter()
     expansions: set[OperatorCall] = set()
     for module in root.modules() if device.type == "cuda" else ():

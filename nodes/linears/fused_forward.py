@@ -57,7 +57,7 @@ class INT8Linear:
     out_features: int
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What ComfyUI calls. In a forward in which work is deferred no call in it is seen, and its result is."""
+        """Compute a call of ComfyUI's. A deferred forward sees none of the calls in here; the result is tracked."""
         deferring = None if torch.compiler.is_compiling() else tracking.forward
         if deferring is None:
             return self._called(input, args, kwargs)

@@ -132,7 +132,7 @@ _PARTS |= {"weight_scale_inv", "scale_weight", "scale_input", "weight_zero_point
 
 
 def check_layers(tensors: CheckedTensors) -> None:
-    """Raise ValueError naming the first tensor with which something is wrong, after translation of the importer."""
+    """Raise ValueError naming the first tensor with which something is wrong. Called after the importers."""
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         layer, _, part = key.rpartition(".")
