@@ -18,5 +18,5 @@ def ask_outside_plan_by(context: Callable[[], AbstractContextManager[Any]]) -> N
 
 
 def unplanned_memory() -> AbstractContextManager[Any]:
-    """What is asked for inside is not part of the host's plan."""
+    """A context in which allocations are no part of the host's plan."""
     return _outside()

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """What a program of the attention kernel works on.
+    """The tile sizes of the attention kernel.
 
     Attributes:
         rows, keys: of a tile of logits.
@@ -87,7 +87,7 @@ _HALF_SUMS = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
 def mask_kind(mask: torch.Tensor | None) -> tuple[str, str]:
-    """What the kernels' MASK and MASK_ROWS are for a mask [B, H, TQ, TK]."""
+    """The kernels' constants MASK and MASK_ROWS for a mask [B, H, TQ, TK]."""
     if mask is None:
         return "none", "one"
     rows, keys, far = mask.stride(2), mask.stride(3), 2**31

@@ -213,7 +213,7 @@ _WARPS = 4
 
 
 class AttentionOperands(NamedTuple):
-    """What the attention kernel reads.
+    """The tensors that the attention kernel reads.
 
     Attributes:
         q, k: int8 [B H, TQ, D] and [B HK, TK padded, D], D the head's width padded to a power of two.

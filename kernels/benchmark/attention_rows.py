@@ -31,7 +31,7 @@ _MOST_ELEMENTS_ON_CPU = 1 << 20  # of the logits: what a CPU does in a fraction 
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """What one attention call of a model computes.
+    """The sizes of one attention call of a model.
 
     Attributes:
         name: for the user.
@@ -94,7 +94,7 @@ class AttentionOperands:
         return output[:, :, sampled_rows(self.call.shape.tokens, self.device)]
 
     def exact(self) -> torch.Tensor:
-        """What attention is for these queries: float64 [B, H, rows, D], a head at a time."""
+        """Exact attention for these queries: float64 [B, H, rows, D], a head at a time."""
         call, results = self.call, []
         for sample, queries in enumerate(self.sample(self.q)):
             for head, rows in enumerate(queries):

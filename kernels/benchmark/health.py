@@ -39,7 +39,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Health:
-    """What the gate found.
+    """The findings of the gate.
 
     Attributes:
         teraflops: the measured rate of bf16, in 10^12 operations per second; None without a GPU.

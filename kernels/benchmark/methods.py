@@ -42,7 +42,7 @@ class WeightForm:
 
 
 class Operands:
-    """What the methods compute with: random x [M, K], and copies of a weight [N, K]."""
+    """The inputs of the methods: random x [M, K], and copies of a weight [N, K]."""
 
     def __init__(self, m: int, n: int, k: int, copies: int, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -326,7 +326,7 @@ METHOD_OF_WAY = {BF16: BF16, FUSED: FUSED, NATIVE: COMFYUI_INT8}
 
 
 def shown_methods(ticked: Collection[str]) -> tuple[Method, ...]:
-    """What the node times: what it always does, and what is ticked."""
+    """The methods that the node times: those without a tick, and those that are ticked."""
     return tuple(method for method in BENCHMARK_METHODS if method.tick in ("", *ticked))
 
 

@@ -137,7 +137,7 @@ def forward_table(split: ForwardSplit, results: Sequence[ShapeResult]) -> tuple[
 
 
 def relative_times(results: Sequence[ShapeResult], split: ForwardSplit | None) -> dict[str, float]:
-    """What all linears together take by method, relative to bf16, the fastest first: of the methods that ran for all.
+    """The time of all linears together by method, relative to bf16, the fastest first: of the methods that ran for all.
 
     A linear counts as often as a forward calls it, where one was split. Empty where bf16 did not run.
     """

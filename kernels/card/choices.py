@@ -23,7 +23,7 @@ Shape = tuple
 
 @dataclass(frozen=True)
 class Choice:
-    """What was measured on a healthy card.
+    """The measurements of a healthy card.
 
     Attributes:
         date: when, as ISO 8601.

@@ -96,7 +96,7 @@ def fused_obstacle(device: torch.device) -> str | None:
 def choose_path(
     device: torch.device | str, kernel: str = "auto", shape: tuple[int, int] | None = None, ways: Collection[str] = WAYS
 ) -> ComputePath:
-    """What a linear computes with on a device.
+    """Choose what a linear computes with on a device.
 
     The rule of `auto`: where the card's own benchmark has left a choice, the fastest way of the linear's shape.
     Elsewhere consumer Ampere (sm_86) runs fused INT8, where it is known to win, and any other card bf16. No Triton or

@@ -29,7 +29,7 @@ _PORTABLE = "python_embeded"  # the folder of the Python in ComfyUI's portable b
 
 @dataclass(frozen=True)
 class TritonProblem:
-    """What is wrong with the Triton that is installed.
+    """A defect of the installed Triton, in words for the user.
 
     Attributes:
         summary: what comes of it, in a few words.
@@ -83,7 +83,7 @@ def triton_advice(anew: bool = False) -> str:
 
 
 def triton_requirement() -> str:
-    """What pip is asked for, such as `triton-windows==3.6.*`.
+    """The requirement for pip, such as `triton-windows==3.6.*`.
 
     Without a version where PyTorch is missing, or is one of which nobody knows. On Windows the newest that there is,
     where that of PyTorch is yet to come.

@@ -26,7 +26,7 @@ def opaque(operator: Any, *arguments: Any) -> Any:
 
 
 def tensors_of_call() -> list[torch.Tensor]:
-    """What looks like the tensors that the operator which is being lowered is called with."""
+    """Fake tensors like the arguments of the operator that is being lowered."""
     return [node.meta["val"] for node in V.graph.current_node.all_input_nodes]
 
 

@@ -121,7 +121,7 @@ def holds(assumption: Assumption) -> bool:
 
 
 def missing() -> list[tuple[str, str]]:
-    """What of the table does not hold here, and what the pack does instead; of installed packages only."""
+    """The assumptions that do not hold here, each with what the pack does instead; of installed packages only."""
     return [
         (assumption.what, assumption.instead)
         for assumption in ASSUMPTIONS

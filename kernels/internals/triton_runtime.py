@@ -74,7 +74,7 @@ class _Address:
 
 
 class MatrixBlocks:
-    """What Hopper's copy engine is told of matrices like one: all but their address.
+    """Tensor descriptors of matrices like one, for Hopper's copy engine: all but their address.
 
     Args:
         matrix: one of them; another one has its shape, its strides and its dtype.

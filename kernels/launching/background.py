@@ -20,7 +20,7 @@ _SECONDS_UNTIL_IDLE, _SECONDS_BETWEEN = 0.3, 0.05
 
 
 class Foreground:
-    """Who computes now, and whether that waits for what is compiled beside it.
+    """A count of the callers that compute now, and of those that wait for a compilation.
 
     A thread that compiles has Python's lock most of the time. Who launches what a GPU computes would wait for it.
     """

@@ -211,7 +211,7 @@ class Layout:
         return None if self._aligned is None else self._aligned.direct
 
     def operands(self, tensors: Tensors, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the kernel is given; a missing tensor is the first one."""
+        """The kernel's arguments; a missing tensor is the first one."""
         read = tensors if self._as_read is None else self._as_read(tensors)
         first: Any = read[0]
         return [*[first if tensor is None else tensor for tensor in read], *results]

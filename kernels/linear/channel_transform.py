@@ -56,7 +56,7 @@ class ChannelTransform:
             check_vector("smooth", self.smooth, channels, "K")
 
     def on(self, device: torch.device) -> "ChannelTransform":
-        """The same with its factors in float32 on `device`."""
+        """This transform with its factors in float32 on `device`."""
         return (
             self
             if self.smooth is None

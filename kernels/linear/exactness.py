@@ -23,7 +23,7 @@ class WrongResult(Exception):
 
 
 def asked_once(key: tuple, device: torch.device, ask: Callable[[], bool]) -> bool:
-    """What a card answers, kept under `key`. False, and not kept, where it cannot be asked now: with too little memory,
+    """A card's answer, cached under `key`. False, and not kept, where it cannot be asked now: with too little memory,
     and in the capture of a CUDA graph, in which no result can be looked at."""
     if key not in KEPT and is_capturing(device):
         return False

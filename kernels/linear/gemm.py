@@ -301,7 +301,7 @@ def runs_kitchen(m: int, n: int, k: int, device: torch.device) -> bool:
 
 
 def likely_config(operands: Operands) -> GemmConfig:
-    """What a first call on such operands launches."""
+    """The configuration that a first call on such operands launches."""
     config = tuner.likely(_tuning_key(operands), lambda: _candidates(operands))
     return _candidates(operands)[0] if config == KITCHEN else config
 

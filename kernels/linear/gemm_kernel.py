@@ -190,7 +190,7 @@ def int8_gemm_kernel(
 
 
 class Operands(NamedTuple):
-    """What one launch reads and writes, in the order of the kernel's parameters.
+    """The tensors that one launch reads and writes, in the order of the kernel's parameters.
 
     Attributes:
         q, weight: int8 [M, K], or [M, 2K] of 16 bits, and [N, K], of any distance between rows.
@@ -208,7 +208,7 @@ class Operands(NamedTuple):
 
     @property
     def read(self) -> list[torch.Tensor]:
-        """What the kernel is given. What it does not read is `out` again: a pointer like any other."""
+        """The kernel's arguments. In the place of a missing tensor stands `out`: a pointer like any other."""
         return [self.out if tensor is None else tensor for tensor in self]
 
     @property

@@ -21,7 +21,7 @@ Quantized = tuple[torch.Tensor, torch.Tensor]
 
 
 class LinearForm(NamedTuple):
-    """What the kernels of an INT8 linear are compiled for.
+    """The properties of an INT8 linear that its kernels are compiled for.
 
     Attributes:
         n, k: of its weight [N, K].
@@ -40,7 +40,7 @@ class LinearForm(NamedTuple):
 
 
 class BlockForm(NamedTuple):
-    """What shows of the work between a block's linears before the block runs.
+    """The work between a block's linears, as far as it shows before the block runs.
 
     Attributes:
         width: channels of its stream.
@@ -81,7 +81,7 @@ def quantize_activations_reference(
 
 
 def quantize_rows_reference(values: torch.Tensor, activation_bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for float32 rows [M, K] that are smoothed and rotated already."""
+    """Quantize float32 rows [M, K] that are smoothed and rotated already."""
     absmax = values.abs().amax(dim=1) if values.shape[1] else values.new_zeros(len(values))
     finite = torch.isfinite(absmax)
     # A tensor divisor: PyTorch turns a division by a Python number into a multiplication on a GPU.

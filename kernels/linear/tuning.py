@@ -87,7 +87,7 @@ class Trial:
 
     @property
     def tried(self) -> Tried:
-        """What is known, the rule's first."""
+        """The candidates whose times are known, the rule's first."""
         known = all(config in self.times for config in self.candidates[1:])
         return Tried({self.candidates[0]: 1.0, **self.times}, known)
 
@@ -107,7 +107,7 @@ class Trial:
         return not (self.times or self._round or self.decided)
 
     def next(self, is_ready: IsReady, may_time: bool) -> tuple[GemmConfig, bool]:
-        """What a call runs, and whether it is to be timed."""
+        """The configuration that a call runs, and whether it is to be timed."""
         self.calls += 1
         config = self.choice
         if not is_ready(config, 0):
@@ -202,7 +202,7 @@ class Tuner:
             return any(calls.get(key) != trial.calls for key, trial in self._trials.items())
 
     def settled(self, key: TuningKey) -> GemmConfig | None:
-        """What stays for a key; None while that is open."""
+        """The configuration that stays for a key; None while that is open."""
         return self._settled.get(key)
 
     def passing(self, key: TuningKey, is_ready: IsReady) -> GemmConfig | None:
@@ -213,7 +213,7 @@ class Tuner:
         return trial.choice if is_ready(trial.choice, None) else None
 
     def likely(self, key: TuningKey, configs_of_key: Callable[[], list[GemmConfig]]) -> GemmConfig:
-        """What a first call runs; it is not opened by that."""
+        """The configuration that a first call of a key runs; the key is not opened by that."""
         known = self._known(key)
         return configs_of_key()[0] if known is None else known.fastest()
 

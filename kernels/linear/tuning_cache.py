@@ -50,7 +50,7 @@ _FASTER = 0.98
 
 @dataclass(frozen=True)
 class Tried:
-    """What is known of a key.
+    """The measured candidates of a key.
 
     Attributes:
         times: of the configurations tried, as a share of that of the rule's, which comes first.
@@ -85,7 +85,7 @@ class TuningCache:
         self._seen: tuple[int, ...] | None = None
 
     def read(self) -> dict[TuningKey, Tried]:
-        """What all processes have measured so far; nothing where that was read before."""
+        """Read what all processes have measured so far; nothing where that was read before."""
         try:
             stamp = self._stamp()
             if stamp == self._seen:

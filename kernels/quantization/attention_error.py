@@ -90,7 +90,7 @@ class AttentionError:
 
     @property
     def error(self) -> float:
-        """What was lost, relative to the outputs; 0 where these are all zero."""
+        """The error relative to the outputs; 0 where these are all zero."""
         lost, output = self.sums
         return math.sqrt(lost / output) if output > 0 else 0.0
 

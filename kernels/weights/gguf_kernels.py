@@ -175,7 +175,7 @@ def _tile(name: str, vector: int) -> tuple[str, int, int, int, int]:
 
 
 def aligned(blocks: torch.Tensor) -> torch.Tensor:
-    """The same, contiguous, and beginning where the widest load may."""
+    """The tensor itself or a copy: contiguous, and beginning where the widest load may."""
     blocks = blocks.contiguous()
     return blocks.clone() if blocks.data_ptr() % 16 else blocks
 

@@ -185,7 +185,7 @@ class GroupedCodes(NamedTuple):
         return 4 if self.codes.shape[1] * 2 == self.shape[1] else 6
 
     def cpu(self) -> "GroupedCodes":
-        """The same in host memory."""
+        """A copy in host memory."""
         codebook = None if self.codebook is None else self.codebook.cpu()
         return GroupedCodes(self.codes.cpu(), self.scale.cpu(), codebook, self.group)
 

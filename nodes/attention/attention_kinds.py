@@ -112,7 +112,7 @@ class Way:
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What the widget `attention` can be set to.
+    """A value of the widget `attention`.
 
     Attributes:
         runs: what computes, in words for the user.

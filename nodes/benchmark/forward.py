@@ -149,7 +149,7 @@ class _Clock:
         return sum(map(self._watch.milliseconds, spans))
 
     def split(self) -> ForwardSplit:
-        """What was found. Raises NoForward where the sampling called no linear."""
+        """The split of the forward. Raises NoForward where the sampling called no linear."""
         if not self._products:
             raise NoForward("no linear of this model was called")
         attention = {call: self._total(spans) for call, spans in self._attention.items()}

@@ -34,7 +34,7 @@ class Assumption:
     since: tuple[int, ...] = ()
 
     def obstacle(self) -> str | None:
-        """What is missing of it, in a few words; None where nothing is."""
+        """The missing part, in a few words; None where nothing is missing."""
         module, _, path = self.name.partition(":")
         try:
             found: Any = importlib.import_module(module)
@@ -152,7 +152,7 @@ def lacking() -> Iterator[tuple[Assumption, str]]:
 
 
 def check_comfyui() -> list[str]:
-    """What this ComfyUI lacks of what the pack can do without, each with what it does instead.
+    """The names that this ComfyUI lacks and the pack can do without, each with what it does instead.
 
     Raises ImportError, in one line that says what to do, for what it cannot do without.
     """

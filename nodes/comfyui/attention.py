@@ -24,7 +24,7 @@ Attention = Callable[..., torch.Tensor]
 def comfyuis_attention(
     q: Any, k: Any, v: Any, heads: int, mask: torch.Tensor | None = None, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """What ComfyUI computes attention with where nothing else was chosen."""
+    """Attention as ComfyUI computes it where nothing else was chosen."""
     return _default(mask)(q, k, v, heads, mask, *args, **kwargs)
 
 

@@ -33,7 +33,7 @@ class _Parameters(dict):
 
 @contextmanager
 def linears_called(linears: Mapping[str, Any]) -> Iterator[CalledLinears]:
-    """What is done in here with linears, by path; complete at the end.
+    """A context that records which linears are called, and which are only read; complete at its end.
 
     A cache of whole steps, such as ComfyUI's EasyCache, may leave them all out.
     """

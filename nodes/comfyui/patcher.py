@@ -24,7 +24,7 @@ CALLBACK_KEY = "int8_dit"
 
 
 def weight_below_patches(model: ModelPatcher, key: str) -> torch.Tensor:
-    """What is stored, whatever patches do to it; `key` is its name in the BaseModel ("diffusion_model.X.weight")."""
+    """The stored weight, whatever patches do to it; `key` is its name in the BaseModel ("diffusion_model.X.weight")."""
     return model.backup[key].weight if key in model.backup else get_key_weight(model.model, key)[0]
 
 

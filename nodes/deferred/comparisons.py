@@ -16,7 +16,7 @@ _SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class Comparisons:
-    """Those of one forward.
+    """The comparisons of one forward.
 
     A kind of work is a call and the forms of its arguments: numbers, tensors' layouts, kinds of deferred ones. Equal
     calls share an integer id. An argument of any other type makes the call a kind of its own.

@@ -57,7 +57,7 @@ def deferring_class(own: Any) -> type:
 
 
 def deferred_call(call: Callable[[], Any]) -> Any:
-    """What a forward gives in which work is deferred, with nothing compared."""
+    """Call a forward in which work is deferred, with nothing compared."""
     with Deferring() as forward:
         output = call()
     return forward.finish(output)

@@ -110,7 +110,7 @@ class Deferring(TorchFunctionMode):
             return self.tracked(result) if is_tracked else result
 
     def tracked(self, result: Any) -> Any:
-        """The same, tracked where it has enough rows of channels."""
+        """Track a result where it has enough rows of channels, and return it."""
         kind = type(result)
         if kind is torch.Tensor:
             shape, dtype, is_cuda = result.shape, result.dtype, result.is_cuda

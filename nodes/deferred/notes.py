@@ -278,13 +278,13 @@ def deferred(note: Note) -> Deferred:
 
 
 def called_on_values(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What a function of PyTorch's makes of arguments, each deferred one by its value."""
+    """Call one of PyTorch's functions on the values of deferred arguments."""
     with outside():
         return func(*map(valued, args), **{name: valued(value) for name, value in kwargs.items()})
 
 
 def valued(value: Any, read: Callable[[Note], torch.Tensor] = Note.value) -> Any:
-    """The same with values in the place of deferred tensors and of notes, also in lists, tuples and dicts."""
+    """Replace deferred tensors and notes by their values, also in lists, tuples and dicts."""
     kind = type(value)
     if kind is Deferred:
         return read(value.note)

@@ -49,7 +49,7 @@ class Normed(NamedTuple):
         return self.scale is self.shift is None
 
     def copied(self) -> "Normed":
-        """The same in memory of its own."""
+        """A copy in memory of its own."""
         x, scale, shift = map(_copy_of, (self.x, self.scale, self.shift))
         norm = self.norm and replace(self.norm, weight=_copy_of(self.norm.weight), bias=_copy_of(self.norm.bias))
         return self._replace(x=x, norm=norm, scale=scale, shift=shift)

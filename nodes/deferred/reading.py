@@ -31,7 +31,7 @@ def on(*functions: Any, of: dict = HANDLERS) -> Any:
 
 
 def operand_of(x: Any, *kinds: type) -> Any:
-    """What a deferred tensor stands for, if that is of one of these kinds and no value yet."""
+    """The operand of a deferred tensor that has no value yet, if it is of one of these kinds; else None."""
     operand = x.note.operand if type(x) is Deferred else None
     return operand if type(operand) in kinds else None
 

@@ -22,7 +22,7 @@ _READS = ("requires_grad_", "__init__", "__index__", "__int__", "__invert__")
 
 @functools.lru_cache(4096)
 def written_arguments(func: Any) -> Callable[[Sequence, Mapping], Iterable[Any]] | None:
-    """What gives the arguments that a function may write into; None for one that only reads."""
+    """A selector of the arguments that a function may write into; None for one that only reads."""
     name = getattr(func, "__name__", "")
     if hasattr(func, "overloads"):  # an operator that has not chosen its overload yet
         return _all if any(_writes(getattr(func, overload)._schema) for overload in func.overloads()) else None

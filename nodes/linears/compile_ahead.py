@@ -56,7 +56,7 @@ def _expansion(weight: Any) -> OperatorCall:
 def compile_planned(
     tensors: Mapping[str, Any], layers: Iterable[str], kernel: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """The same before there is a module, whose tensors these are: have compiled what linears launch whose weights are
+    """Start background compilation before there is a module, from its tensors: of what linears launch whose weights are
     to become INT8, now or in front of each product.
 
     Args:

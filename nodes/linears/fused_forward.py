@@ -98,7 +98,7 @@ class INT8Linear:
         return own.forward(x, *args, **kwargs) if self.own_arguments else self.around(own.forward, x, args, kwargs)
 
     def around(self, product: Callable[..., torch.Tensor], x: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-        """What the arguments ask for, in separate passes around a product of floats."""
+        """Compute what the arguments ask for in separate passes around a product of floats."""
         call = read_linear_call(self, self.own_arguments, args, kwargs)
         return product(x) if call is None else call.added(product(call.activated(x)))
 

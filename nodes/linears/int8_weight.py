@@ -34,7 +34,7 @@ class PerChannelINT8Layout(QuantizedLayout):
 
         @property
         def transform(self) -> ChannelTransform:
-            """What is done to the channels of the input."""
+            """The transform of the input channels."""
             return ChannelTransform(self.smooth, self.rotation_group)
 
         def _tensor_fields(self) -> list[str]:

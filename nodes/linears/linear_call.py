@@ -42,7 +42,7 @@ class LinearCall(NamedTuple):
     unknown: tuple[str, ...] = ()
 
     def activated(self, x: torch.Tensor) -> torch.Tensor:
-        """What the linear multiplies, in floats, as ComfyUI computes it.
+        """The activated input in floats, as ComfyUI computes it.
 
         Raises TypeError for unknown arguments and ValueError for an activation that ComfyUI does not know either.
         """
@@ -154,7 +154,7 @@ def read_linear_call(
 
 
 def multiplied(linear: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """What a call of a linear multiplies by its weight, whoever's linear it is: its input, activated if it asks for
+    """The rows that a call of any linear multiplies by its weight: its input, activated if it asks for
     that."""
     x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
     others = {name: value for name, value in kwargs.items() if name != "input"}

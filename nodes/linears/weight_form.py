@@ -22,7 +22,7 @@ class InputForm(NamedTuple):
 
 
 class WeightForm(NamedTuple):
-    """What an INT8 weight is, beside its numbers.
+    """The properties of an INT8 weight beside its numbers.
 
     Attributes:
         own: whether this pack holds it; else one of ComfyUI's own loaders does.

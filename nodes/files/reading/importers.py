@@ -30,7 +30,7 @@ _Q4_CR = "int4_cr"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was read of a file.
+    """The content of a file, in ComfyUI's conventions as soon as all importers ran.
 
     Attributes:
         name: of the file, for messages.
