@@ -92,7 +92,7 @@ def test_what_choices_are_bound_to(monkeypatch):
     monkeypatch.setattr(device, "native_backend", lambda card: "cuda")
     linears, attention = (module._machine_of.__wrapped__(CARD) for module in (device, exact_attention))
     assert list(linears) == ["card", "driver", "torch", "triton", "comfy-kitchen", "native backend", "kernels"]
-    assert list(attention) == ["card", "driver", "torch", "triton", "cudnn"]
+    assert list(attention) == ["card", "driver", "torch", "triton", "cudnn", "kernels"]
     assert (linears["triton"], linears["native backend"], len(linears["kernels"])) == ("triton", "cuda", 64)
 
 

@@ -34,7 +34,7 @@ def asked(pack, monkeypatch):
         asked.others |= set(given[4])
 
     monkeypatch.setattr(compile_ahead, "compile_ahead", compile)
-    for name in ("loading.load", "patching.apply_kernel"):
+    for name in ("loading.load", "linears.apply_kernel"):
 
         def on_gpu(root, kernel, dtype, device):
             own(root, kernel, dtype, torch.device("cuda", 0))

@@ -9,7 +9,7 @@ CODES = "INT8 with 4-bit weights"
 @pytest.fixture(autouse=True)
 def all_may_have_codes(pack, monkeypatch):
     """Of the glyph model, whose layers are small."""
-    for place in ("layers.stored_weights", "loading.load_plan"):
+    for place in ("linears.stored_weights", "loading.load_plan"):
         monkeypatch.setattr(f"int8_dit.nodes.{place}.SMALLEST_STORED", 0)
 
 

@@ -18,15 +18,16 @@ from machine_code import built, dumped, print_reports
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.compiler import ASTSource
 
-from kernels import ops
 from kernels.attention import attention_launch as attention
+from kernels.attention import int8_attention
 from kernels.internals.gluon import HAS_GLUON
 from kernels.launching.launching import Launcher, Layout
+from kernels.linear import int8_linear
 from kernels.linear.channel_transform import ChannelTransform
 from kernels.operators import Operator
 from kernels.quantization import column_rounding
 from kernels.weights import gguf_kernels as gguf
-from kernels.weights import grouped_codes
+from kernels.weights import grouped_codes, weight_ops
 from kernels.weights.gguf_formats import GGUF_FORMATS
 from kernels.weights.weight_reference import GroupedCodes, LowRank
 from support.fused_op_cases import CASES
@@ -121,9 +122,9 @@ def _launch(build: Build) -> None:
         if build.group > 1:
             transform = ChannelTransform(new(channels), build.group)
         if kind == "activations":
-            _launch_op(ops.linear.quantize_activations, (x, transform, build.activation_bits))
+            _launch_op(int8_linear.quantize_activations, (x, transform, build.activation_bits))
         else:
-            _launch_op(ops.weights.requantize_weight, (x, transform, 1 if kind == "stochastic" else None))
+            _launch_op(weight_ops.requantize_weight, (x, transform, 1 if kind == "stochastic" else None))
     elif build.kernel.startswith("round"):
         codebook = new(16) if build.kernel == "round_to_codes" else None
         column_rounding.launch_column_rounding(new(rows, channels), new(rows), new(channels, channels), codebook)
@@ -133,19 +134,19 @@ def _launch(build: Build) -> None:
         scale = new(rows, channels // 16, dtype=torch.float8_e4m3fn)
         weight = GroupedCodes(codes, scale, new(16) if more else None, 16)
         added = (None, None, None) if build.kernel == "expand_codes" else (new(rows, 1), new(rows, 1), low_rank)
-        _launch_op(ops.weights.expand_codes, (weight, *added))
+        _launch_op(weight_ops.expand_codes, (weight, *added))
     elif build.kernel in ATTENTION:
         _attend(build)
     else:
         form = GGUF_FORMATS[kind]
         blocks = new(rows, channels // form.weights * form.bytes, dtype=torch.uint8)
         if build.kernel == "scales":
-            _launch_op(ops.weights.gguf_channel_scales, (blocks, kind))
+            _launch_op(weight_ops.gguf_channel_scales, (blocks, kind))
         elif build.kernel == "dequantize":
-            _launch_op(ops.weights.dequantize_gguf, (blocks, kind, dtype))
+            _launch_op(weight_ops.dequantize_gguf, (blocks, kind, dtype))
         else:
             added = low_rank if build.kernel == "expand_with_low_rank" else None
-            _launch_op(ops.weights.expand_gguf, (blocks, kind, new(rows), added))
+            _launch_op(weight_ops.expand_gguf, (blocks, kind, new(rows), added))
 
 
 def _launch_op(op: Operator, arguments: tuple) -> None:
@@ -163,9 +164,9 @@ def _attend(build: Build) -> None:
         word, _, mask_rows = build.kind.partition(" ")
         mask = new(2, 1, 1008 if mask_rows == "many" else 1, 1008, dtype=DTYPES[word])[..., :tokens, :tokens]
     if build.kernel == "float":
-        _launch_op(ops.attention._float_attention, (q, k, v, mask, 1.0))
+        _launch_op(int8_attention._float_attention, (q, k, v, mask, 1.0))
     else:
-        _launch_op(ops.attention._int8_attention, (q, k, v, mask, 1.0, None))
+        _launch_op(int8_attention._int8_attention, (q, k, v, mask, 1.0, None))
 
 
 def compiled(build: Build):
