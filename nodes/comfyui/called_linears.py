@@ -8,6 +8,8 @@ from typing import Any
 
 _FETCHES_AHEAD = "comfy.model_prefetch"
 """The module of ComfyUI's that reads the weights of a block to move them, whoever computes with them then."""
+_READS = ("torch.nn.modules.module", "comfy.ops")
+"""Modules through whose functions parameters are read: who calls these decides."""
 
 
 @dataclass
@@ -25,9 +27,9 @@ class _Parameters(dict):
 
     def __getitem__(self, name: str) -> Any:
         frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__") != _FETCHES_AHEAD:
+        while frame.f_back is not None and frame.f_globals.get("__name__") in _READS:
             frame = frame.f_back
-        self.read = self.read or frame is None
+        self.read = self.read or frame.f_globals.get("__name__") != _FETCHES_AHEAD
         return super().__getitem__(name)
 
 

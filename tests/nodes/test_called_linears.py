@@ -84,11 +84,25 @@ def test_what_runs_fused_or_not_at_all_is_not_said(dit, run, make, product):
     assert not warned and dit.summarize(model).int8 == len(dit.LINEARS)
 
 
-def test_what_comfyui_only_fetches_ahead_is_not_said(dit, run, monkeypatch):
-    """It reads the weights of whole blocks, whatever their forwards call."""
+@pytest.fixture
+def fetching(monkeypatch):
+    """ComfyUI's module that fetches a block's weights ahead, and calls some blocks."""
     fetching = types.ModuleType("comfy.model_prefetch")
-    exec("def fetch(linear):\n    return linear.weight, linear.bias", vars(fetching))
+    exec(
+        "def fetch(linear):\n    return linear.weight, linear.bias\n\ndef run(core):\n    return core()", vars(fetching)
+    )
     monkeypatch.setitem(sys.modules, fetching.__name__, fetching)
+    return fetching
+
+
+@pytest.mark.parametrize("product", PAST.values(), ids=PAST)
+def test_what_a_block_reads_that_the_fetching_calls_is_said(run, fetching, product):
+    warned, *_ = run(CLASSES["applied"], lambda linear, x: fetching.run(lambda: product(linear, x)))
+    assert len(warned) == 1
+
+
+def test_what_comfyui_only_fetches_ahead_is_not_said(dit, run, fetching):
+    """It reads the weights of whole blocks, whatever their forwards call."""
 
     def product(linear, x):
         fetching.fetch(linear)
