@@ -16,6 +16,10 @@ PART = "part {} of {} of a split model; join all (GGUF: llama.cpp's `gguf-split 
 _NAME_OF_PART = re.compile(r"-0*(\d+)-of-0*([2-9]|[1-9]\d+)\.(gguf|safetensors|sft)$", re.IGNORECASE)
 
 
+class NoModelFile(ValueError):
+    """Of a file that is none of a model, whatever it is called, such as a web page."""
+
+
 @contextmanager
 def naming_file(name: str) -> Iterator[None]:
     """ValueError that begins with a file's name, for what is raised inside by code that trusts what it reads.
@@ -28,7 +32,7 @@ def naming_file(name: str) -> Iterator[None]:
     except (ValueError, *_OF_TRUSTING_CODE) as error:
         if any(isinstance(error, kind) for kind in _OF_THE_DEVICE):
             raise
-        if part := _NAME_OF_PART.search(name):
+        if (part := _NAME_OF_PART.search(name)) and not isinstance(error, NoModelFile):
             raise ValueError(f"{name}: {PART.format(*part.groups())}") from error
         if isinstance(error, ValueError):
             if str(error).startswith((f"{name} ", f"{name}: ")):

@@ -172,6 +172,16 @@ def test_a_part_of_a_split_model(dit, files, tmp_path, name, share, number):
     assert_refused(dit, path, f"part {number} of 2 of a split model", "`gguf-split --merge`", "single-file")
 
 
+@pytest.mark.parametrize(
+    "content", (b"<!DOCTYPE html>", b"version https://git-lfs.github.com/spec/v1\n", b"PK\x03\x04")
+)
+@pytest.mark.parametrize("ending", ("safetensors", "gguf"))
+def test_what_is_no_model_file_is_no_part_of_one(dit, tmp_path, content, ending):
+    path = tmp_path / f"a-00001-of-00002.{ending}"
+    path.write_bytes(content + bytes(200))
+    assert_refused(dit, path, "is neither a safetensors nor a GGUF file, but a")
+
+
 def test_a_part_may_have_no_tensors(dit, files, tmp_path):
     """As llama.cpp's first, on demand. Later ones name no architecture."""
     path = write_part(dit, files, tmp_path / "first.gguf", {}, (0, 12))

@@ -10,7 +10,7 @@ import torch
 
 from .. import quant_config
 from ..block_lists import check_counts
-from ..errors import naming_file
+from ..errors import NoModelFile, naming_file
 from ..holding import with_joined_codes
 from .diffusers_names import with_native_names
 from .gguf_file import MAGIC, read_gguf, with_lost_axes
@@ -65,4 +65,4 @@ def _read(path: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]
             if kind is None:
                 raise ValueError(f"{name} is damaged or incomplete ({error}); download or copy it again") from error
     what = "; other formats are not read" if kind is None else f", but {kind.name}; {kind.advice}"
-    raise ValueError(f"{name} is neither a safetensors nor a GGUF file{what}")
+    raise NoModelFile(f"{name} is neither a safetensors nor a GGUF file{what}")
