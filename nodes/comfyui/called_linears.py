@@ -1,9 +1,10 @@
 """Which linears a forward calls, and which ComfyUI multiplies by past their own forwards."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 _FETCHES_AHEAD = "comfy.model_prefetch"
@@ -33,6 +34,16 @@ class _Parameters(dict):
         return super().__getitem__(name)
 
 
+def _noted(product: Callable[..., Any], note: Callable[[], object]) -> Callable[..., Any]:
+    """A function that does the same and notes its calls."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return product(*args, **kwargs)
+
+    return call
+
+
 @contextmanager
 def linears_called(linears: Mapping[str, Any]) -> Iterator[CalledLinears]:
     """A context that records which linears are called, and which are only read; complete at its end.
@@ -41,13 +52,9 @@ def linears_called(linears: Mapping[str, Any]) -> Iterator[CalledLinears]:
     """
     found, undo = CalledLinears(), []
     for name, linear in linears.items():
-
-        def product(*args: Any, name: str = name, own: Any = linear._forward) -> Any:
-            found.called.add(name)
-            return own(*args)
-
-        undo.append(linear.register_forward_pre_hook(lambda *_, name=name: found.called.add(name)).remove)
-        vars(linear).update(_parameters=_Parameters(linear._parameters), _forward=product)
+        note, product = partial(found.called.add, name), linear._forward
+        undo.append(linear.register_forward_pre_hook(lambda *_, note=note: note()).remove)
+        vars(linear).update(_parameters=_Parameters(linear._parameters), _forward=_noted(product, note))
     try:
         yield found
     finally:

@@ -34,11 +34,19 @@ def part_of_the_weight(linear, x):
     return linear._forward(x, *comfy.ops.cast_bias_weight(linear, x, offloadable=False))
 
 
+def part_by_name(linear, x):
+    import comfy.ops
+
+    weight, bias = comfy.ops.cast_bias_weight(linear, x, offloadable=False)
+    return linear._forward(x, weight=weight, bias=bias)
+
+
 PAST = {"floats": weight_in_floats, "cast": cast, "numbers": numbers}
 FUSED = {
     "called": lambda linear, x: linear(x),
     "its dtype is read before": lambda linear, x: linear(x.to(linear.bias.dtype)),
     "by its own _forward": part_of_the_weight,
+    "by its own _forward, with names": part_by_name,
     "not at all": lambda linear, x: x.new_zeros(*x.shape[:-1], linear.out_features),
 }
 CLASSES = {"loaded": lambda dit, path: dit.load(path), "applied": lambda dit, path: dit.apply(dit.stock(path))}
