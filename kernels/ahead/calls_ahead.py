@@ -35,7 +35,7 @@ def prepare(device: torch.device) -> None:
 
     check_driver()
     hash_itself()
-    from . import products_ahead as ahead  # noqa: F401 (Gluon, which the GEMM's kernels need, takes 0.1 s)
+    from . import products_ahead  # noqa: F401 (Gluon, which the GEMM's kernels need, takes 0.1 s)
 
 
 def compile_ahead(

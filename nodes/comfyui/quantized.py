@@ -113,8 +113,7 @@ class HeldWeight(QuantizedTensor):
         return moved.clone() if copy and moved._qdata is self._qdata else moved
 
     def _copy_with(self, *args, **kwargs) -> "HeldWeight":
-        copied = super()._copy_with(*args, **kwargs)
-        return HeldWeight(copied._qdata, copied._layout_cls, copied._params)
+        return held_weight(super()._copy_with(*args, **kwargs))
 
     @classmethod
     def __tensor_unflatten__(cls, *parts) -> "HeldWeight":

@@ -166,8 +166,8 @@ def _with_configs_of_gguf(checkpoint: Checkpoint) -> Checkpoint:
                     f"{name} is in a form of Q4_CR that neither INT8 DiT nor ComfyUI reads; convert the model again "
                     "with the newest ComfyUI-GGUF, or use a file in Q8_CR or Q8_0"
                 )
-            size = {key: config[key] for key in ("convrot_groupsize",) if key in config}
-            config = {"format": quant_config.W4A4, **size}
+            config = {option: value for option, value in config.items() if option == "convrot_groupsize"}
+            config["format"] = quant_config.W4A4
         elif config.pop("weight_rotated", False) is not True:  # as its maker reads it
             config = {option: value for option, value in config.items() if not option.startswith("convrot")}
         config.pop("per_row", None)
