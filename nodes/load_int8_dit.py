@@ -7,7 +7,8 @@ from .attention.attention_kinds import AS_COMFYUI
 from .attention.attention_override import check_attention, set_attention
 from .files.reading.importers import BRANCHES
 from .host.model_files import model_files, model_path
-from .loading.load import MEMORY_CHOICES, load_int8_model
+from .loading.load import load_int8_model
+from .loading.memory_choice import INT8, MEMORY_CHOICES
 from .sockets import DecidedNode, attention_input, choice, kernel_input, model_outputs, shown
 
 NO_BASE = "none"
@@ -70,9 +71,10 @@ class LoadINT8DiT(DecidedNode):
                 choice(
                     "memory",
                     MEMORY_CHOICES,
-                    "How the weights of a GGUF, W4A8 or W6A8 file lie in memory. INT8: 8 bits each, fastest. "
-                    "as stored: as in the file, such as 4.5 bits each in Q4_K, and made INT8 in front of each product. "
-                    "Other files are not affected.",
+                    "How the weights of a GGUF, W4A8 or W6A8 file lie in memory. auto: INT8 where it fits the card "
+                    "beside a step, else as stored; the line on the node says which and why. INT8: 8 bits each, "
+                    "fastest where it fits. as stored: as in the file, such as 4.5 bits each in Q4_K, and made INT8 in "
+                    "front of each product. Other files are not affected.",
                     advanced=True,
                 ),
             ],
@@ -88,7 +90,7 @@ class LoadINT8DiT(DecidedNode):
         branch: str = BRANCHES[0],
         base_checkpoint: str = NO_BASE,
         attention: str = AS_COMFYUI,
-        memory: str = MEMORY_CHOICES[0],
+        memory: str = INT8,  # what workflows say nothing of that were saved before there was a choice
     ) -> io.NodeOutput:
         check_attention(attention, comfy.model_management.get_torch_device())  # before a file is read for nothing
         base = None if base_checkpoint == NO_BASE else model_path(base_checkpoint)

@@ -59,11 +59,15 @@ _NEEDED = {
     "comfy.cli_args": "args",
     "comfy.float": "stochastic_rounding",
     "comfy.ldm.modules.attention": "optimized_attention optimized_attention_masked",
+    "comfy.latent_formats": (
+        "LatentFormat.latent_dimensions LatentFormat.spacial_downscale_ratio LatentFormat.temporal_downscale_ratio"
+    ),
     "comfy.lora": "calculate_weight",
     "comfy.model_base": "BaseModel",
     "comfy.model_detection": "convert_diffusers_mmdit model_config_from_diffusers_unet unet_prefix_from_state_dict",
     "comfy.model_management": (
-        "InterruptProcessingException OOM_EXCEPTION cuda_device_context free_memory get_all_torch_devices "
+        "InterruptProcessingException LoadedModel.model_loaded_memory OOM_EXCEPTION cuda_device_context "
+        "current_loaded_models extra_reserved_memory free_memory get_all_torch_devices get_free_memory "
         "get_torch_device get_total_memory in_training is_device_cpu minimum_inference_memory "
         "throw_exception_if_processing_interrupted unet_manual_cast"
     ),

@@ -14,7 +14,7 @@ from comfy.model_detection import model_config_from_unet, unet_prefix_from_state
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
-from ...kernels import choose_path
+from ...kernels import BF16, choose_path
 from ..comfyui.patcher import CALLBACK_KEY, let_patches_act
 from ..deferred.install import defer
 from ..files.errors import naming_file
@@ -29,12 +29,10 @@ from ..linears.patched_weights import show_whole, whole_weights
 from ..linears.stored_weights import patch_products
 from .load_plan import LoadPlan, checkpoint_plan, fits_in_floats
 from .loaded_checks import check_loaded, check_scaled, unscaled_codes
+from .memory_choice import AS_STORED, AUTO, INT8, choose_memory, keep_choice
 from .operations import int8_operations
 from .summary import floats_name
 
-MEMORY_CHOICES = ("INT8", "as stored")
-"""How a loaded MODEL holds weights in fewer bits (GGUF, W4A8, W6A8); those of other files are INT8 either way."""
-AS_STORED = MEMORY_CHOICES[1]
 _RUNS_IN = "INT8 DiT runs in {}"
 _TAKEN_OFF = {"PixelDiTT2I": "core."}
 """What names begin with in files, by kind of model, where ComfyUI takes it off and does not put it on again."""
@@ -47,12 +45,12 @@ def load_int8_model(
     base_path: str | None = None,
     disable_dynamic: bool = False,
     anywhere: bool = False,
-    memory: str = MEMORY_CHOICES[0],
+    memory: str = INT8,
 ) -> ModelPatcher:
     """A MODEL from a diffusion model file: INT8 files as they are, float, FP8 and GGUF files quantized while loading.
 
     With `memory` AS_STORED the weights in fewer bits that kernels read (GGUF's blocks, the codes of W4A8 and W6A8) stay
-    what they are, and become INT8 in front of each product.
+    what they are, and become INT8 in front of each product. AUTO decides it: see choose_memory.
 
     `kernel` is one of kernels.KERNEL_CHOICES; `disable_dynamic` is ComfyUI's, for loads without dynamic VRAM. Where the
     path of a linear is bf16 and the whole model fits the device in bf16, its weight is not INT8: the device is
@@ -64,7 +62,7 @@ def load_int8_model(
     """
     devices = [comfy.model_management.get_torch_device()]
     devices += comfy.model_management.get_all_torch_devices() if anywhere else []
-    choose_path(devices[0], kernel)  # what cannot run is refused before a file is read for nothing
+    path_kind = choose_path(devices[0], kernel).kind  # what cannot run is refused before a file is read for nothing
     checkpoint = read_checkpoint(path, branch, None if base_path is None else partial(_read_base, base_path))
     with naming_file(checkpoint.name):
         notes, supported = notes_of(checkpoint), checkpoint.architecture.supported_inference_dtypes
@@ -72,12 +70,16 @@ def load_int8_model(
         if fits := fits_in_floats(checkpoint.tensors, dtype, devices):
             advice = "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it."
             notices.warn_of_fallback("bf16", devices[0], kernel, _RUNS_IN.format(floats_name(dtype)), advice)
-        plan = checkpoint_plan(checkpoint, kernel, dtype, devices, fits, memory == AS_STORED)
+        if fits and path_kind == BF16 and memory == AUTO:
+            memory = INT8  # of no account: linears are held in floats
+        choice = choose_memory(memory, checkpoint, dtype, devices[0])
+        plan = checkpoint_plan(checkpoint, kernel, dtype, devices, fits, choice.as_stored)
         model = build_model(checkpoint.tensors, checkpoint.metadata, plan, disable_dynamic)
-    # ComfyUI says only afterwards which device it wants a second MODEL for.
-    factory = partial(load_int8_model, anywhere=True, memory=memory)
+    # ComfyUI says only afterwards which device it wants a second MODEL for. It holds weights as the first one does.
+    factory = partial(load_int8_model, anywhere=True, memory=AS_STORED if choice.as_stored else INT8)
     model.cached_patcher_init = (factory, (path, kernel, branch, base_path))
     keep_notes(model, notes, plan.unexpected)
+    keep_choice(model, choice)
     return model
 
 

@@ -19,6 +19,7 @@ from ..host.notices import Badge
 from ..linears.file_notes import unknown_choices_of
 from ..linears.layer_selection import class_patch, keeps_exact, linears, quantizable_linears
 from ..linears.weight_form import WeightForm, weight_form
+from .memory_choice import memory_choice
 
 _FUSED_RANK, _NATIVE_RANK = 0, 1  # the first places of the line
 _PAST = 2, "INT8 that ComfyUI computes itself, past the fused kernel"
@@ -44,18 +45,21 @@ class Summary:
         attention: what its attention computes with; None of text encoders, where the pack has no part in it.
         int8: the number of its linears that compute in INT8 on this pack's kernel, or on its CPU reference.
         native: the number of those that `auto` leaves to ComfyUI's own INT8.
+        memory: how its weights in fewer bits are held, and why; empty where nothing was decided.
     """
 
     linears: dict[str, int]
     attention: str | None
     int8: int = 0
     native: int = 0
+    memory: str = ""
 
     def __str__(self) -> str:
         (kind, count), *others = self.linears.items() or [("in this model", 0)]
         parts = [f"{count} of {sum(self.linears.values())} linears {kind}"]
         parts += [f"{count} {kind}" for kind, count in others]
-        return ", ".join(parts if self.attention is None else [*parts, f"attention {self.attention}"])
+        parts += [] if self.attention is None else [f"attention {self.attention}"]
+        return ", ".join([*parts, self.memory] if self.memory else parts)
 
 
 def summarize(model: ModelPatcher) -> Summary:
@@ -71,7 +75,8 @@ def summarize(model: ModelPatcher) -> Summary:
     int8 = sum(count for (rank, _), count in kinds.items() if rank == _FUSED_RANK)
     native = sum(count for (rank, _), count in kinds.items() if rank == _NATIVE_RANK)
     counts = {text: kinds[rank, text] for rank, text in sorted(kinds)}
-    return Summary(counts, None if model.is_clip else describe_attention(model), int8, native)
+    attention = None if model.is_clip else describe_attention(model)
+    return Summary(counts, attention, int8, native, memory_choice(model).why)
 
 
 def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: str | None = None) -> Badge:

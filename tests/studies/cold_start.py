@@ -91,7 +91,8 @@ def run(variant: str, file: str, family: str, blocks: int, pixels: Sequence[int]
     import comfy.sd
 
     from int8_dit.kernels.ahead.calls_ahead import prepare
-    from int8_dit.nodes.loading.load import AS_STORED, MEMORY_CHOICES, load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
+    from int8_dit.nodes.loading.memory_choice import AS_STORED, INT8
     from studies.variants import Step, inputs_of
     from support.random_models import FAMILIES, RandomModel
 
@@ -113,7 +114,7 @@ def run(variant: str, file: str, family: str, blocks: int, pixels: Sequence[int]
         return result
 
     def load():
-        memory = AS_STORED if variant == "stored" else MEMORY_CHOICES[0]
+        memory = AS_STORED if variant == "stored" else INT8
         native = variant == "native"
         model = comfy.sd.load_diffusion_model(file) if native else load_int8_model(file, "fused int8", memory=memory)
         return Step(model, inputs[0])

@@ -79,7 +79,8 @@ def load_ours(path: str):
 
 def load_as_stored(path: str):
     """This pack's, of a file whose weights keep its bits."""
-    from int8_dit.nodes.loading.load import AS_STORED, load_int8_model
+    from int8_dit.nodes.loading.load import load_int8_model
+    from int8_dit.nodes.loading.memory_choice import AS_STORED
 
     return load_int8_model(path, "fused int8", memory=AS_STORED)
 

@@ -1,0 +1,123 @@
+"""In which bits a loaded MODEL holds weights of fewer than 8 (GGUF, W4A8, W6A8): as INT8, or as the file stores them.
+
+`auto` holds INT8, whose steps are the fastest, where ComfyUI can keep a whole step of it on the card. Where ComfyUI
+would stream INT8 over the bus, the smaller of the two is held.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher
+
+from ..files.holding import can_stay, is_gguf, is_grouped
+from ..files.reading.importers import Checkpoint
+from ..linears.layer_selection import is_quantizable
+from ..linears.stored_weights import SMALLEST_STORED
+
+AUTO, INT8, AS_STORED = "auto", "INT8", "as stored"
+MEMORY_CHOICES = (AUTO, INT8, AS_STORED)
+"""What the widget `memory` says. Files without weights in fewer bits are loaded alike by all three."""
+
+_CHOICE_KEY = "int8_dit_memory_choice"
+_MODELS_OF_A_STEP = {"Ideogram4": 2}
+"""How many MODELs of a file's size one step runs, where it is not one: conditional and unconditional."""
+_IMAGES_IN_VIDEO_LATENTS = {"Anima", "CosmosT2IPredict2", "HunyuanImage21Refiner", "JoyImage", "Krea2", "QwenImage"}
+"""Families that draw one image in latents of three dimensions, which those of videos have."""
+_IMAGE, _VIDEO = (1024, 1024, 1), (832, 480, 81)  # width, height, frames
+
+
+class MemoryChoice(NamedTuple):
+    """How a MODEL holds weights in fewer bits, decided once, when it is loaded.
+
+    Attributes:
+        as_stored: whether they stay in the file's bits.
+        why: a clause for the line on the node; empty where nothing was decided.
+    """
+
+    as_stored: bool
+    why: str = ""
+
+
+def choose_memory(
+    memory: str, checkpoint: Checkpoint, compute_dtype: torch.dtype, device: torch.device
+) -> MemoryChoice:
+    """Return how the weights of a checkpoint are held on `device`.
+
+    `memory` is one of MEMORY_CHOICES. AUTO compares bytes and never times anything: what the MODEL takes in either
+    form, what the card and the host have free, and what ComfyUI sets aside for a step.
+    """
+    if memory != AUTO:
+        return MemoryChoice(memory == AS_STORED)
+    int8, stored = held_bytes(checkpoint, compute_dtype)
+    if stored >= int8:
+        return MemoryChoice(False)
+    models = _MODELS_OF_A_STEP.get(type(checkpoint.architecture).__name__, 1)
+    weights = "weights of both models" if models == 2 else "weights"
+    # What the host holds of the other model is no longer free there; what the card holds of it is counted as free.
+    places = {
+        "card": (models * int8, free_for_weights(checkpoint.architecture, device, compute_dtype)),
+        "host": (int8, comfy.model_management.get_free_memory(torch.device("cpu"))),
+    }
+    for place, (needed, free) in places.items():
+        if needed > free:
+            why = f"INT8 takes {_gb(needed)}, the {place} has {_gb(max(0, free))} free"
+            return MemoryChoice(True, f"{weights} as stored in {_gb(models * stored)} ({why})")
+    return MemoryChoice(False, f"{weights} as INT8 in {_gb(models * int8)} (as stored {_gb(models * stored)})")
+
+
+def held_bytes(checkpoint: Checkpoint, compute_dtype: torch.dtype) -> tuple[int, int]:
+    """Return how many bytes a checkpoint's tensors take with weights in fewer bits as INT8, and as they are stored.
+
+    Both are equal where the file has no such weights.
+    """
+    int8 = stored = 0
+    whole = any(map(is_grouped, checkpoint.tensors.values()))  # its floats stay what they are
+    for key, tensor in checkpoint.tensors.items():
+        linear = is_quantizable(key.removesuffix(".weight"), tuple(tensor.shape))
+        as_int8 = tensor.nbytes
+        if is_grouped(tensor) or (linear and not whole):
+            as_int8 = tensor.shape.numel()
+        elif is_gguf(tensor) or tensor.is_floating_point():
+            as_int8 = tensor.shape.numel() * compute_dtype.itemsize
+        int8 += as_int8
+        stored += tensor.nbytes if can_stay(tensor) and tensor.nbytes >= SMALLEST_STORED else as_int8
+    return int8, stored
+
+
+def free_for_weights(architecture: Any, device: torch.device, compute_dtype: torch.dtype) -> int:
+    """Return the bytes that ComfyUI can give to weights on `device` while a step runs.
+
+    ComfyUI unloads other models for a sampling, so what they hold counts as free. Of the rest it sets aside what it
+    expects a step to need (BaseModel.memory_required, model_management.load_models_gpu). Negative where not even
+    the step fits.
+    """
+    management = comfy.model_management
+    free = management.get_free_memory(device)
+    free += sum(m.model_loaded_memory() for m in management.current_loaded_models if m.device == device)
+    step = _latent_area(architecture) * compute_dtype.itemsize * 0.01 * architecture.memory_usage_factor * 2**20
+    return free - math.ceil(max(management.minimum_inference_memory(), step + management.extra_reserved_memory()))
+
+
+def _latent_area(architecture: Any) -> float:
+    """The latent pixels of what a family draws: an image of 1024 px, or 81 frames of 832 x 480."""
+    latents = architecture.latent_format
+    video = latents.latent_dimensions == 3 and type(architecture).__name__ not in _IMAGES_IN_VIDEO_LATENTS
+    width, height, frames = _VIDEO if video else _IMAGE
+    in_time = 1 + (frames - 1) / latents.temporal_downscale_ratio
+    return width * height * in_time / latents.spacial_downscale_ratio**2
+
+
+def keep_choice(model: ModelPatcher, choice: MemoryChoice) -> None:
+    """Let a MODEL know how its weights are held, and why."""
+    model.set_attachments(_CHOICE_KEY, choice)
+
+
+def memory_choice(model: ModelPatcher) -> MemoryChoice:
+    """Return how a MODEL's weights were decided to be held; of one that no file was loaded for nothing was."""
+    return model.get_attachment(_CHOICE_KEY) or MemoryChoice(False)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"
