@@ -77,12 +77,15 @@ def load_ours(path: str):
     return load_int8_model(path, "fused int8")
 
 
-def load_as_stored(path: str):
-    """This pack's, of a file whose weights keep its bits."""
-    from int8_dit.nodes.loading.load import load_int8_model
-    from int8_dit.nodes.loading.memory_choice import AS_STORED
+def held(memory: str) -> Callable:
+    """This pack's with the widget `memory` at this, of a file whose weights have fewer bits."""
 
-    return load_int8_model(path, "fused int8", memory=AS_STORED)
+    def load(path: str):
+        from int8_dit.nodes.loading.load import load_int8_model
+
+        return load_int8_model(path, "fused int8", memory=memory)
+
+    return load
 
 
 def load_by_gguf_pack(path: str):
@@ -108,9 +111,13 @@ LOADERS = {
     "stock": Loader(load_stock, INT8_FILE),
     "this pack": Loader(load_ours, INT8_FILE),
     "stock, W4A8": Loader(load_stock, CODES_FILE),
-    "this pack, W4A8 as stored": Loader(load_as_stored, CODES_FILE),
+    "this pack, W4A8 as INT8": Loader(held("INT8"), CODES_FILE),
+    "this pack, W4A8 as stored": Loader(held("as stored"), CODES_FILE),
+    "this pack, W4A8 auto": Loader(held("auto"), CODES_FILE),
     f"ComfyUI-GGUF, {GGUF}": Loader(load_by_gguf_pack, GGUF_FILE),
-    f"this pack, {GGUF} as stored": Loader(load_as_stored, GGUF_FILE),
+    f"this pack, {GGUF} as INT8": Loader(held("INT8"), GGUF_FILE),
+    f"this pack, {GGUF} as stored": Loader(held("as stored"), GGUF_FILE),
+    f"this pack, {GGUF} auto": Loader(held("auto"), GGUF_FILE),
 }
 FIRST = ("stock", "this pack", f"this pack, {GGUF} as stored")
 """The loaders that are measured where none are named."""
@@ -252,6 +259,7 @@ def measure_loader(arguments: argparse.Namespace, name: str, labels: dict, pixel
     next ones."""
     from safetensors.torch import load_file
 
+    from int8_dit.nodes.loading.memory_choice import memory_choice
     from support.random_models import FAMILIES
 
     folder, model, steps = arguments.folder, arguments.model, arguments.steps
@@ -276,6 +284,7 @@ def measure_loader(arguments: argparse.Namespace, name: str, labels: dict, pixel
             **labels,
             "loader": name,
             "lora": lora,
+            "held": memory_choice(models[0]).why,
             "ms": 1000 * sorted(seconds)[len(seconds) // 2],
             "all_ms": [round(1000 * second, 1) for second in seconds],
             "error": None if expected is None else relative_error(latents, expected[lora]),
@@ -305,7 +314,7 @@ def table(rows: list[dict]) -> str:
                 f"{row['free']:g} GiB",
                 row["mode"],
                 {"none": "no", "lora": "yes"}.get(row["lora"], "-"),
-                row["loader"],
+                row["loader"] + (f": {row['held']}" if row.get("held") else ""),
                 number(row, "ms", ".0f"),
                 f"{row['ms'] / stock['ms']:.2f}" if stock and "ms" in row else "-",
                 f"{sum(row['resident_gb']):.1f} of {row['weights_gb']:.1f}" if "ms" in row else row["failed"],
