@@ -1,8 +1,8 @@
 """GGUF's blocks inside of kernels: their weights in float32, and how these are rounded to INT8.
 
 A program works on some blocks side by side. It loads each packed byte once for the two weights, or more, of which it
-holds bits: a tile [blocks, runs, 16] of bytes makes two tiles of weights of that shape. Products and sums are rounded
-apart, as in PyTorch: all is compiled without fused multiply-adds.
+holds bits: a tile [blocks, runs, 16] of bytes makes two tiles of weights of that shape. Compiled without fused
+multiply-adds, it rounds products and sums apart, as PyTorch does.
 """
 
 import triton
@@ -17,25 +17,25 @@ _EXPONENT_OF_ONES = tl.constexpr(0x4B000000)
 
 @triton.jit
 def _half(bits):
-    """The fp16 in the lowest 16 bits of an integer, as float32."""
+    """Return the fp16 in the lowest 16 bits of an integer as float32."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _load_half(at, inside):
-    """The fp16 at byte pointers, as float32."""
+    """Load the fp16 at byte pointers as float32."""
     return tl.load(at.to(tl.pointer_type(tl.float16), bitcast=True), mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _load_word(at, inside):
-    """The four bytes at byte pointers, as int32."""
+    """Load the four bytes at byte pointers as int32."""
     return tl.load(at.to(tl.pointer_type(tl.int32), bitcast=True), mask=inside, other=0)
 
 
 @triton.jit
 def _load_short(at, inside):
-    """The two bytes at byte pointers, as int32."""
+    """Load the two bytes at byte pointers as int32."""
     return tl.load(at.to(tl.pointer_type(tl.uint16), bitcast=True), mask=inside, other=0).to(tl.int32)
 
 
@@ -46,14 +46,14 @@ def _load_bytes(at, inside):
 
 @triton.jit
 def as_float(bits, MIDDLE: tl.constexpr):
-    """Integers in 0..65535, less MIDDLE, as float32: as the low bits of 2^23 an integer needs no conversion, which
+    """Return integers in 0..65535, less MIDDLE, as float32: as the low bits of 2^23 they need no conversion, which
     would take four times as long."""
     return (bits | _EXPONENT_OF_ONES).to(tl.float32, bitcast=True) - (_ONES + MIDDLE)
 
 
 @triton.jit
 def _decode_small(at, lane, inside, FORMAT: tl.constexpr):
-    """Formats of 32 weights a block: the first half of a block's weights and the second."""
+    """Decode a format of 32 weights a block: the first half of a block's weights, and the second."""
     d = _load_half(at, inside)
     if FORMAT == "Q8_0":
         q = at + 2 + lane
@@ -81,7 +81,7 @@ def _decode_small(at, lane, inside, FORMAT: tl.constexpr):
 
 @triton.jit
 def _scale_and_minimum(d, dmin, low, middle, high, sub):
-    """d sc and dmin m of sub-block `sub` of Q4_K and Q5_K, out of their three words of packed scales."""
+    """Return d sc and dmin m of sub-block `sub` of Q4_K and Q5_K, out of their three words of packed scales."""
     shift = (sub & 3) * 8
     low = low >> shift
     middle = middle >> shift
@@ -163,8 +163,8 @@ def _decode_q3_k(at, run, lane, inside):
 
 @triton.jit
 def decode(at, inside, FORMAT: tl.constexpr, RUNS: tl.constexpr):
-    """The blocks at byte pointers [BLOCKS, 1, 1], where they are `inside`: their weights in float32, two tiles
-    [BLOCKS, RUNS, 16] whose places `places_within` knows."""
+    """Decode the blocks at byte pointers [BLOCKS, 1, 1], where they are `inside`: two float32 tiles [BLOCKS, RUNS, 16],
+    whose places `places_within` has."""
     run = tl.arange(0, RUNS)[None, :, None]
     lane = tl.arange(0, 16)[None, None, :]
     if FORMAT == "Q4_K" or FORMAT == "Q5_K":
@@ -182,7 +182,7 @@ def decode(at, inside, FORMAT: tl.constexpr, RUNS: tl.constexpr):
 
 @triton.jit
 def places_within(run, lane, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr):
-    """Where in their block the weights of the first tile of `decode` stand, and how far behind those of the second."""
+    """Return where in their block the first tile of `decode` stands, and how far behind it the second."""
     if WEIGHTS == 32:
         return lane + run * 0, 16
     elif FORMAT == "Q4_K" or FORMAT == "Q5_K":
@@ -193,10 +193,10 @@ def places_within(run, lane, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr):
 
 @triton.jit
 def _quotient(values, divisor, inverse, rest):
-    """values / divisor, rounded as float32 division rounds it, in half of its instructions.
+    """Return values / divisor, rounded as float32 division rounds it, in half of its instructions.
 
-    `inverse` is 1 / divisor so rounded, and `rest` what it lacks. The two make a quotient that is off by less than a
-    unit in the last place. By Markstein's theorem one step of remainder and correction rounds such a one correctly.
+    `inverse` is 1 / divisor so rounded, and `rest` what it lacks. Their quotient is off by less than a unit in the last
+    place. By Markstein's theorem one step of remainder and correction rounds it correctly.
     """
     if INTERPRETED:
         return tl.div_rn(values, divisor)  # the interpreter's fma rounds twice
@@ -207,8 +207,8 @@ def _quotient(values, divisor, inverse, rest):
 
 @triton.jit
 def divisors(scale):
-    """What `rounded` divides by for scales of rows: the divisor, its inverse, what that lacks, and the largest value;
-    all values become 0 for a scale that is none."""
+    """Return what `rounded` divides by for scales of rows: the divisor, its inverse, what that lacks, and the largest
+    value. All values become 0 for a scale that is none."""
     usable = (scale >= SMALLEST_SCALE_CONSTEXPR) & (scale < float("inf"))
     divisor = tl.where(usable, scale, 1.0)
     inverse = tl.div_rn(1.0, divisor)
@@ -219,7 +219,7 @@ def divisors(scale):
 
 @triton.jit
 def rounded(values, by):
-    """values / divisor to the nearest integer, ties to even, of values clamped to -most..most, `by` divisors; int8."""
+    """Return int8: values, clamped to -most..most, over the divisor, to the nearest integer, ties to even."""
     divisor, inverse, rest, most = by
     clamped = tl.minimum(tl.maximum(values, -most), most)
     steps = _quotient(clamped, divisor, inverse, rest)

@@ -1,8 +1,8 @@
 """GGUF's block formats: how they are turned to floats in PyTorch, and a table of them.
 
-A row is cut into blocks. A block holds small integers and what they are multiplied by, in the byte layout of ggml
-(`ggml-common.h` of llama.cpp). Each function takes uint8 [N, blocks, bytes] and a dtype, in which it computes, and
-returns [N, K]. In float32 the order of operations is that of the `gguf` package, whose results these are bit for bit.
+A row is cut into blocks of small integers and their scales, in the byte layout of ggml (`ggml-common.h` of llama.cpp).
+A decoder takes uint8 [N, blocks, bytes] and the dtype in which it computes, and returns [N, K]. In float32 the order of
+operations is that of the `gguf` package, whose results these are bit for bit.
 """
 
 from collections.abc import Callable
@@ -13,23 +13,16 @@ import torch
 
 from .gguf_quantizing import quantize_q6_k, quantize_q8_0, quantize_q45_k
 
-Parts = tuple[torch.Tensor, ...]
 
-
-def _halves(blocks: torch.Tensor, dtype: torch.dtype) -> Parts:
-    """The fp16 values that bytes [..., 2 n] hold, as n tensors [..., 1]."""
+def _halves(blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return the fp16 values in bytes [..., 2 n] as n tensors [..., 1]."""
     return blocks.contiguous().view(torch.float16).to(dtype).split(1, -1)
 
 
 def _fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The fields of so many bits that bytes [..., bytes] hold: [..., 8 / bits, bytes], from the lowest bits up."""
+    """Return the fields of so many bits in bytes [..., bytes]: [..., 8 / bits, bytes], from the lowest bits up."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return packed.unsqueeze(-2) >> shifts[:, None] & (1 << bits) - 1
-
-
-def _bits(packed: torch.Tensor) -> torch.Tensor:
-    """The bits of bytes [..., bytes] one after the other, from the lowest up: [..., 8 bytes]."""
-    return _fields(packed, 1).transpose(-1, -2).flatten(-2)
 
 
 def _decode_legacy(blocks: torch.Tensor, dtype: torch.dtype, bits: int, middle: int | None = None) -> torch.Tensor:
@@ -37,8 +30,8 @@ def _decode_legacy(blocks: torch.Tensor, dtype: torch.dtype, bits: int, middle: 
     tops, high, packed = blocks.split([2 if middle else 4, 4 if bits == 5 else 0, 16], -1)
     d, *minimum = _halves(tops, dtype)
     q = _fields(packed, 4).flatten(-2)
-    if bits == 5:
-        q = q | _bits(high) << 4
+    if bits == 5:  # the fifth ones, from the lowest of each byte up
+        q = q | _fields(high, 1).transpose(-1, -2).flatten(-2) << 4
     if middle:
         return (d * (q.view(torch.int8) - middle)).flatten(1)
     return (d * q + minimum[0]).flatten(1)
@@ -67,21 +60,15 @@ def _decode_q3_k(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return ((d * sc)[..., None] * q.unflatten(-1, (16, 16))).flatten(1)
 
 
-def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 6-bit scales and minima of Q4_K and Q5_K: bytes [..., 12] -> twice [..., 8]."""
-    low, middle, high = packed.unflatten(-1, (3, 4)).unbind(-2)
+def _decode_q45_k(blocks: torch.Tensor, dtype: torch.dtype, bits: int) -> torch.Tensor:
+    tops, scales, fifth, packed = blocks.split([4, 12, 32 if bits == 5 else 0, 128], -1)
+    d, dmin = _halves(tops, dtype)
+    low, middle, high = scales.unflatten(-1, (3, 4)).unbind(-2)  # of 6 bits, eight of each kind
     sc = torch.cat([low & 63, high & 15 | low >> 6 << 4], -1)
     m = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], -1)
-    return sc, m
-
-
-def _decode_q45_k(blocks: torch.Tensor, dtype: torch.dtype, bits: int) -> torch.Tensor:
-    tops, scales, high, packed = blocks.split([4, 12, 32 if bits == 5 else 0, 128], -1)
-    d, dmin = _halves(tops, dtype)
-    sc, m = _scales_and_minima(scales)
     q = _fields(packed.unflatten(-1, (4, 32)), 4).flatten(-3, -2)
     if bits == 5:
-        q = q | _fields(high, 1) << 4
+        q = q | _fields(fifth, 1) << 4
     return ((d * sc)[..., None] * q - (dmin * m)[..., None]).flatten(1)
 
 

@@ -1,8 +1,8 @@
-"""GGUF's blocks to INT8 and to floats, and to per-channel scales, one Triton kernel each, wherever rows begin.
+"""GGUF's blocks to INT8, to floats and to per-channel scales, one Triton kernel each, wherever rows begin.
 
-And to INT8 with a product of two thin matrices added to their weights first: a LoRA costs no further pass over memory,
-and no product of activations. A program makes 256 columns of some rows. The thin product is a `tl.dot` of floats on the
-tile that was decoded. It keeps all bits of float32 factors, which the tensor cores would cut to ten.
+One more adds LoRAs, products of two thin matrices, to the weights before they become INT8. So a LoRA costs no further
+pass over memory and no product of activations. A program makes 256 columns of some rows. The thin product is a `tl.dot`
+of floats on the decoded tile. It keeps all bits of float32 factors, which the tensor cores would cut to ten.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from ..launching.launching import Layout
 from ..linear.rows import INFINITY_BITS, INTERPRETED, SMALLEST_SCALE_CONSTEXPR, magnitude_bits, row_launcher
 from ..operators import Tensors
 from .gguf_decoding import decode, divisors, places_within, rounded
-from .gguf_formats import GGUF_FORMATS, GGUFFormat
+from .gguf_formats import GGUF_FORMATS
 
 _RANK = tl.constexpr(32)  # of a thin product at a time
 
 
 @triton.jit
 def _decode(blocks, start, count, FORMAT: tl.constexpr, BYTES: tl.constexpr, BLOCKS: tl.constexpr, RUNS: tl.constexpr):
-    """Blocks from `start` on, as far as there are `count`: which there are [BLOCKS, 1, 1], and `decode` of them."""
+    """Decode BLOCKS from `start` on of `count`: which there are [BLOCKS, 1, 1], and both tiles of `decode`."""
     block = tl.arange(0, BLOCKS)[:, None, None]
     inside = start + block < count
     at = blocks + start.to(tl.int64) * BYTES + block * BYTES
@@ -32,7 +32,7 @@ def _decode(blocks, start, count, FORMAT: tl.constexpr, BYTES: tl.constexpr, BLO
 
 @triton.jit
 def _places(start, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, BLOCKS: tl.constexpr, RUNS: tl.constexpr):
-    """Where the weights of the two tiles of `_decode` stand in the whole tensor."""
+    """Return where the weights of both tiles of `_decode` stand in the whole tensor."""
     block = tl.arange(0, BLOCKS)[:, None, None]
     run = tl.arange(0, RUNS)[None, :, None]
     lane = tl.arange(0, 16)[None, None, :]
@@ -95,7 +95,7 @@ def scales_kernel(
 
 @triton.jit
 def thin_product(up, down, row, row_inside, column, column_inside, rank, K):
-    """up @ down, float32 [rows, columns], at these rows and columns, and 0 where they are not inside."""
+    """Return up @ down, float32 [rows, columns], at these rows and columns; 0 where they are not inside."""
     total = tl.zeros((row.shape[0], column.shape[0]), dtype=tl.float32)
     for start in range(0, rank, _RANK):
         middle = start + tl.arange(0, _RANK)
@@ -164,24 +164,20 @@ _SCALES = row_launcher(scales_kernel)
 _LOW_RANK_EXPANDER = row_launcher(expand_with_low_rank_kernel)
 
 
-def _runs(form: GGUFFormat) -> int:
-    return 1 if form.weights == 32 else 8
-
-
 def _tile(name: str, vector: int) -> tuple[str, int, int, int, int]:
-    """The constants FORMAT to RUNS, of as many blocks at once as make `vector` packed bytes a thread."""
+    """Return the constants FORMAT to RUNS: as many blocks at once as make `vector` bytes of two weights a thread."""
     form = GGUF_FORMATS[name]
-    return name, form.bytes, form.weights, _WARPS * 32 * vector // (16 * _runs(form)), _runs(form)
+    return name, form.bytes, form.weights, _WARPS * 32 * vector * 2 // form.weights, form.weights // 32
 
 
 def aligned(blocks: torch.Tensor) -> torch.Tensor:
-    """The tensor itself or a copy: contiguous, and beginning where the widest load may."""
+    """Return the tensor or a copy that is contiguous and begins where the widest load may."""
     blocks = blocks.contiguous()
     return blocks.clone() if blocks.data_ptr() % 16 else blocks
 
 
 def _as_read(tensors: Tensors) -> Tensors:
-    """With the scale of each row, and without LoRAs that there are not."""
+    """Return the operands with a scale for each row, and without absent LoRAs."""
     blocks, scale, *low_rank = tensors
     factors = [factor.contiguous() for factor in low_rank if factor is not None]
     return [aligned(blocks), scale.reshape(-1).expand(len(blocks)).contiguous(), *factors]
@@ -195,19 +191,16 @@ def _decoder(tensors: Tensors, tile: tuple, row_blocks: int, as_read: Callable[[
 
 
 def launch_dequantize_gguf(tensors: Tensors, name: str, dtype: torch.dtype) -> Layout:
-    """The launch on checked, non-empty blocks like these."""
     return _decoder(tensors, _tile(name, _BYTES), 0, lambda tensors: [aligned(tensors[0]), None])
 
 
 def launch_gguf_channel_scales(tensors: Tensors, name: str) -> Layout:
-    """The launch on checked, non-empty blocks like these."""
     (blocks,) = tensors
     row_blocks, constants = blocks.shape[1] // GGUF_FORMATS[name].bytes, (*_tile(name, _BYTES), _WARPS)
     return Layout(_SCALES, constants, (len(blocks), 1), (row_blocks,), tensors, lambda tensors: [aligned(tensors[0])])
 
 
 def launch_expand_gguf(tensors: Tensors, name: str) -> Layout:
-    """The launch on checked, non-empty blocks, scale, up and down like these."""
     blocks, _, up, down = tensors
     form = GGUF_FORMATS[name]
     if up is None:
@@ -215,6 +208,6 @@ def launch_expand_gguf(tensors: Tensors, name: str) -> Layout:
         return _decoder(tensors, tile, blocks.shape[1] // form.bytes, _as_read)
     rows, (rank, channels) = len(blocks), down.shape
     grid = (-(-rows // _ROWS), -(-channels // _COLUMNS))
-    tile = (name, form.bytes, form.weights, _ROWS, _COLUMNS // form.weights, _runs(form))
-    constants = (*tile, _LOW_RANK_WARPS)
+    beside = _COLUMNS // form.weights
+    constants = (name, form.bytes, form.weights, _ROWS, beside, form.weights // 32, _LOW_RANK_WARPS)
     return Layout(_LOW_RANK_EXPANDER, constants, grid, (rows, channels, rank), tensors, _as_read)

@@ -1,7 +1,7 @@
-"""Floats to GGUF's blocks, in PyTorch. Each function takes float32 [N, K] and returns uint8 [N, blocks, bytes].
+"""Floats to GGUF's blocks, in PyTorch: float32 [N, K] to uint8 [N, blocks, bytes].
 
-A K format's step sizes are searched for by the squared error: each sub-block tries some sizes, fits the best one to the
-integers that it rounds to, and after the sizes have become integers themselves tries its neighbours.
+A K format's step sizes are searched for by the squared error. Each sub-block tries some sizes and fits the best one to
+the integers that it rounds to. Once the sizes have become integers themselves, it tries the neighbours of its own.
 """
 
 import torch
@@ -13,18 +13,18 @@ _MOST_SCALE = 63  # 6 bits
 
 
 def _bytes_of(halves: torch.Tensor) -> torch.Tensor:
-    """fp16 [..., n] as bytes [..., 2 n]."""
+    """Return fp16 [..., n] as bytes [..., 2 n]."""
     return halves.contiguous().view(torch.uint8)
 
 
 def _packed(fields: torch.Tensor, bits: int) -> torch.Tensor:
-    """Fields of so many bits [..., 8 / bits, bytes], from the lowest bits up, in bytes [..., bytes]."""
+    """Pack fields of so many bits [..., 8 / bits, bytes], from the lowest bits up, into bytes [..., bytes]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=fields.device)
     return (fields << shifts[:, None]).sum(-2, dtype=torch.uint8)
 
 
 def _ratio(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    """The quotient, 0 where it would be one by zero."""
+    """Return the quotient, 0 where `below` is 0."""
     return torch.where(below != 0, above / below, 0)
 
 
@@ -38,7 +38,7 @@ def quantize_q8_0(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _top(sizes: torch.Tensor, most: int) -> torch.Tensor:
-    """The common divisor [..., 1], held by fp16, of sizes >= 0 [..., n] that are to be integers up to `most`.
+    """Return the divisor [..., 1], an fp16 number, that makes sizes >= 0 [..., n] integers up to `most`.
 
     Among the smallest numbers fp16 is so coarse that the nearest one could be half of what is needed.
     """
@@ -49,9 +49,9 @@ def _top(sizes: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def _fit_line(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Size and offset, both >= 0, of w = size q - offset with q in 0..most: [..., weights] -> twice [...].
+    """Fit size and offset, both >= 0, of w = size q - offset with q in 0..most: [..., weights] -> twice [...].
 
-    Least squares for the integers q that some sizes round to; of these fits the best one.
+    The best of the least squares fits to the integers q that some sizes round to.
     """
     lowest = groups.amin(-1, keepdim=True).clamp_(max=0)
     above = groups - lowest
@@ -75,14 +75,14 @@ def _fit_line(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tens
 def _on_line(
     groups: torch.Tensor, size: torch.Tensor, offset: torch.Tensor, most: int, least: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q of size q - offset, and its squared error in each sub-block."""
+    """Return q of size q - offset, and its squared error in each sub-block."""
     size, offset = size[..., None], offset[..., None]
     q = ((groups + offset) * _ratio(torch.ones_like(size), size)).round_().clamp_(least, most)
     return q, (size * q).sub_(offset).sub_(groups).square_().sum(-1)
 
 
 def _scales_and_minima(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
-    """d, dmin, sc, m and q of w = d sc q - dmin m, for groups [N, blocks, 8, 32] and q up to `most`."""
+    """Return d, dmin, sc, m and q of w = d sc q - dmin m, for groups [N, blocks, 8, 32] and q up to `most`."""
     sizes, offsets = _fit_line(groups, most)
     d, dmin = _top(sizes, _MOST_SCALE), _top(offsets, _MOST_SCALE)
 
@@ -117,22 +117,18 @@ def _scales_and_minima(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, .
     return d.half(), dmin.half(), *(values.to(torch.uint8) for values in (sc, m, q))
 
 
-def _packed_scales(sc: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-    """6-bit scales and minima, twice [..., 8], in bytes [..., 12]."""
-    low, middle = (values[..., :4] | values[..., 4:] >> 4 << 6 for values in (sc, m))
-    return torch.cat([low, middle, sc[..., 4:] & 15 | (m[..., 4:] & 15) << 4], -1)
-
-
 def quantize_q45_k(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """w = d sc q - dmin m: 4 or 5 bits q per weight, 6 bits sc and m per 32 of them, fp16 d and dmin per 256."""
     d, dmin, sc, m, q = _scales_and_minima(weight.unflatten(1, (-1, 8, 32)), (1 << bits) - 1)
-    high = [_packed(q >> 4, 1)] if bits == 5 else []
+    low, middle = (values[..., :4] | values[..., 4:] >> 4 << 6 for values in (sc, m))
+    scales = low, middle, sc[..., 4:] & 15 | (m[..., 4:] & 15) << 4
+    fifth = [_packed(q >> 4, 1)] if bits == 5 else []
     packed = _packed((q & 15).unflatten(-2, (4, 2)), 4).flatten(-2)
-    return torch.cat([_bytes_of(d), _bytes_of(dmin), _packed_scales(sc, m), *high, packed], -1)
+    return torch.cat([_bytes_of(d), _bytes_of(dmin), *scales, *fifth, packed], -1)
 
 
 def _fit_size(groups: torch.Tensor) -> torch.Tensor:
-    """Size, of either sign, of w = size q with q in -32..31: [..., weights] -> [...], found as `_fit_line` does."""
+    """Fit the size, of either sign, of w = size q with q in -32..31: [..., weights] -> [...], as `_fit_line` does."""
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     inverse = _ratio(-torch.ones_like(largest), largest)
     most, size = torch.zeros_like(largest), torch.zeros_like(largest)
@@ -146,7 +142,7 @@ def _fit_size(groups: torch.Tensor) -> torch.Tensor:
 
 
 def _on_size(groups: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q of size q, and its squared error in each sub-block."""
+    """Return q of size q, and its squared error in each sub-block."""
     return _on_line(groups, size, torch.zeros_like(size), 31, -32)
 
 

@@ -1,8 +1,8 @@
 """Codes of 4 or 6 bits with a scale a group to INT8, alone and with LoRAs added: one Triton kernel each.
 
 Both work on quads: the codes of four neighbouring columns, which make one word of INT8. A quad has two bytes of low
-nibbles and, with 6 bits, one byte with the rest. No group begins inside of one. Products and sums are rounded apart, as
-in PyTorch: all is compiled without fused multiply-adds.
+nibbles and, with 6 bits, one byte with the rest. No group begins inside a quad. Compiled without fused multiply-adds,
+they round products and sums apart, as PyTorch does.
 """
 
 import torch
@@ -19,7 +19,7 @@ from .weight_reference import GroupedCodes
 
 @triton.jit
 def _load_quads(low, high, scale, inside, BITS: tl.constexpr):
-    """What pointers at quads, where they are `inside`, hold: nibbles, the upper bits, and float32 scales of groups.
+    """Load quads where they are `inside`: nibbles, the upper bits, and float32 scales of groups.
 
     FP8 scales come as bytes: Ampere's Triton has no such floats. In float32 their bits make 2^-120 of the value.
     """
@@ -38,8 +38,7 @@ def _load_quads(low, high, scale, inside, BITS: tl.constexpr):
 
 @triton.jit
 def _whole(quads, codebook, NUMBER: tl.constexpr, BITS: tl.constexpr):
-    """The INT8 of column NUMBER of quads, whole numbers in float32 on top of ROUND_TO_EVEN, in whose low bits they
-    are."""
+    """Return the INT8 of column NUMBER of quads in float32, plus ROUND_TO_EVEN: in the low bits of the sum."""
     nibbles, upper, group_scale = quads
     code = nibbles >> 4 * NUMBER & 15
     if BITS == 6:
@@ -53,7 +52,7 @@ def _whole(quads, codebook, NUMBER: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _byte(whole, NUMBER: tl.constexpr):
-    """The integer of `_whole` as byte NUMBER of a word."""
+    """Return the integer of `_whole` as byte NUMBER of a word."""
     return (whole.to(tl.int32, bitcast=True) & 255) << 8 * NUMBER
 
 
@@ -70,9 +69,9 @@ def expand_codes_kernel(
     HAS_CODEBOOK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program expands BLOCK of `count` quads, which are those of all rows: clamp(round(level * scale)).
+    """One program expands BLOCK of the `count` quads of all rows: clamp(round(level * scale)).
 
-    Only with 6 bits is the number of a row's QUADS asked for.
+    Only 6 bits read QUADS, the number of a row's.
     """
     start = tl.program_id(0)
     number = start * BLOCK + tl.arange(0, BLOCK)
@@ -94,7 +93,7 @@ def expand_codes_kernel(
 
 @triton.jit
 def _patched(whole, added, channel_scale, by, NUMBER: tl.constexpr):
-    """Byte NUMBER of words: an INT8 times its scale, with what is added, rounded to other steps."""
+    """Return byte NUMBER of words: an INT8 times its scale plus `added`, rounded to other steps."""
     values = (whole - ROUND_TO_EVEN) * channel_scale + added
     return (rounded(values, by).to(tl.int32) & 255) << 8 * NUMBER
 
@@ -152,7 +151,7 @@ _LOW_RANK_EXPANDER = row_launcher(expand_codes_with_low_rank_kernel)
 
 
 def _as_read(tensors: Tensors) -> Tensors:
-    """As the kernels take them: bytes, and with LoRAs the scales of each row."""
+    """Return the operands as the kernels take them: bytes, and with LoRAs the scales of each row."""
     group_scale, codebook, *scales, up, down = contiguous(tensors[1:])
     codes = aligned(tensors[0].view(torch.uint8))
     if group_scale.dtype == torch.float8_e4m3fn:
@@ -164,8 +163,6 @@ def _as_read(tensors: Tensors) -> Tensors:
 
 
 def launch_expand_codes(tensors: Tensors, group: int) -> Layout:
-    """The launch on codes, their scale and codebook, both scales per channel, up and down like these, checked and
-    non-empty."""
     codes, scale, codebook, *_, down = tensors
     weight = GroupedCodes(codes, scale, codebook, group)
     rows, channels = weight.shape

@@ -1,14 +1,15 @@
 """Weights from one form to another while a model runs: INT8, GGUF's formats, codes of 4 and 6 bits, floats.
 
-A code of W4A8 and W6A8 stands for a level, and level times the group's scale, rounded, is the weight's INT8. So what
-such a file holds is an INT8 weight in fewer bits: nothing is lost when it is expanded.
+The INT8 of a code of W4A8 or W6A8 is its level times the group's scale, rounded: to expand codes loses nothing.
+
+All raise TypeError or ValueError for a wrong dtype, shape, device, format or rotation group. `blocks` are uint8 [N,
+bytes of a row], as in a GGUF file, and `name` is a key of GGUF_FORMATS.
 """
 
 import torch
 
 from ..checks import check_dtype, check_matrix, check_weight_scale
 from ..linear.channel_transform import UNCHANGED, ChannelTransform
-from ..linear.linear_reference import SMALLEST_SCALE
 from ..operators import Operation, operator
 from .gguf_formats import GGUF_FORMATS, GGUFFormat
 from .weight_reference import (
@@ -17,6 +18,7 @@ from .weight_reference import (
     check_channels,
     quantize_rows,
     rounded_rows,
+    row_scales,
     row_slices,
 )
 
@@ -28,7 +30,7 @@ _LARGEST = 63 * int(torch.finfo(torch.float16).max)
 def requantize_weight(
     w: torch.Tensor, transform: ChannelTransform = UNCHANGED, seed: int | None = None
 ) -> Operation[tuple[torch.Tensor, torch.Tensor]]:
-    """`quantize_weight` for weights that change while a model runs: on a GPU one kernel, and nobody waits for it.
+    """Quantize a weight that changes while a model runs, as `quantize_weight` does: on a GPU without a wait for it.
 
     Args:
         w: [N, K] bf16, fp16 or fp32.
@@ -38,9 +40,6 @@ def requantize_weight(
 
     Returns:
         int8 [N, K] in -127..127 and float32 per-channel scale [N], absmax / 127; NaN for a channel with a NaN or Inf.
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape, device or group.
     """
     check_matrix("w", w)
     transform.check(w.shape[1])
@@ -56,16 +55,12 @@ def dequantize_weight(
     transform: ChannelTransform = UNCHANGED,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Operation[torch.Tensor]:
-    """The float weight [N, K] in the original basis: q . scale with `transform` undone.
+    """Return the weight [N, K] in `dtype` and the original basis: q . scale with `transform` undone.
 
     Args:
         q: int8 [N, K].
         scale: float32, scalar or per-channel [N] or [N, 1].
         transform: as given to `quantize_weight`.
-        dtype: dtype of the result.
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape, device or group.
     """
     check_matrix("q", q, torch.int8)
     check_weight_scale(scale, q.shape[0])
@@ -85,7 +80,7 @@ def _format(name: str) -> GGUFFormat:
 
 
 def _check_blocks(blocks: torch.Tensor, name: str) -> GGUFFormat:
-    """The format of this name. Raises TypeError or ValueError unless `blocks` are rows of its blocks."""
+    """Return the format of this name. Raise TypeError or ValueError unless `blocks` are rows of its blocks."""
     form = _format(name)
     check_matrix("blocks", blocks, torch.uint8)
     if blocks.shape[1] % form.bytes:
@@ -94,17 +89,9 @@ def _check_blocks(blocks: torch.Tensor, name: str) -> GGUFFormat:
 
 
 def quantize_gguf(weight: torch.Tensor, name: str) -> torch.Tensor:
-    """A weight in blocks of a GGUF format.
+    """Return `blocks` of a weight [N, K] bf16, fp16 or fp32; `name` is "Q8_0", "Q4_K", "Q5_K" or "Q6_K".
 
-    Args:
-        weight: [N, K] bf16, fp16 or fp32, K a multiple of the format's weights a block.
-        name: "Q8_0", "Q4_K", "Q5_K" or "Q6_K".
-
-    Returns:
-        uint8 [N, K / weights a block * bytes a block], as the rows of a GGUF file.
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape or format; NaN, Inf, or values too large for the format.
+    K is a multiple of the weights in a block. Raises ValueError for a NaN, an Inf and values too large for the format.
     """
     blocks = _format(name)
     check_matrix("weight", weight)
@@ -126,16 +113,7 @@ def quantize_gguf(weight: torch.Tensor, name: str) -> torch.Tensor:
 
 @operator(kernel="weights.gguf_kernels", rounds=())
 def dequantize_gguf(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.bfloat16) -> Operation[torch.Tensor]:
-    """The float weight [N, K], computed in float32 as ggml does.
-
-    Args:
-        blocks: uint8 [N, bytes of a row], as in a GGUF file.
-        name: a key of GGUF_FORMATS.
-        dtype: bf16, fp16 or fp32.
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape or format.
-    """
+    """Return the weight [N, K] in bf16, fp16 or fp32, computed in float32 as ggml does."""
     form = _check_blocks(blocks, name)
     check_dtype("dtype", dtype)
     yield [(_weight_shape(blocks, form), dtype)]
@@ -144,26 +122,16 @@ def dequantize_gguf(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.
 
 @operator(kernel="weights.gguf_kernels", rounds=())
 def gguf_channel_scales(blocks: torch.Tensor, name: str) -> Operation[torch.Tensor]:
-    """The per-channel scale, float32 [N], that `quantize_weight` finds for the decoded weight.
+    """Return the per-channel scale, float32 [N], that `quantize_weight` finds for the decoded weight.
 
-    Args:
-        blocks: uint8 [N, bytes of a row].
-        name: a key of GGUF_FORMATS.
-
-    Returns:
-        absmax / 127 of each row; 0 for zeros, or values too small for a scale; NaN for a row with a NaN or Inf.
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape or format.
+    It is absmax / 127 of each row; 0 for zeros, or values too small for a scale; NaN for a row with a NaN or Inf.
     """
     form = _check_blocks(blocks, name)
     yield [(blocks.shape[:1], torch.float32)]
     scale = torch.zeros(blocks.shape[0], device=blocks.device)
     for rows in row_slices(_weight_shape(blocks, form)):
         if blocks.shape[1]:
-            absmax = _decode(blocks[rows], form).abs().amax(dim=1)
-            scale[rows] = absmax / torch.full_like(absmax, 127)
-    scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)  # NaN stays
+            scale[rows] = row_scales(_decode(blocks[rows], form))
     yield torch.where(torch.isfinite(scale), scale, torch.nan)
 
 
@@ -171,23 +139,14 @@ def gguf_channel_scales(blocks: torch.Tensor, name: str) -> Operation[torch.Tens
 def expand_gguf(
     blocks: torch.Tensor, name: str, scale: torch.Tensor, low_rank: LowRank | None = None
 ) -> Operation[torch.Tensor]:
-    """The INT8 weight: round(w / scale), halves to even. With the scale of `gguf_channel_scales` it is
-    `quantize_weight`'s.
-
-    With `low_rank` w is the decoded weight plus up @ down, and its `gguf_channel_scales` belong to the scale. The sums
-    are float32, in no certain order.
+    """Return the INT8 weight: round(w / scale), halves to even, as `quantize_weight` does by `gguf_channel_scales`.
 
     Args:
-        blocks: uint8 [N, bytes of a row].
-        name: a key of GGUF_FORMATS.
         scale: float32 [N] or [N, 1].
-        low_rank: what is added to the decoded weight.
+        low_rank: added to the decoded weight, summed in float32 in no certain order; `scale` is the sum's.
 
     Returns:
         int8 [N, K] in -127..127; zeros where the scale is none that `gguf_channel_scales` finds: 0, NaN, Inf, negative.
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape, format or device.
     """
     form = _check_blocks(blocks, name)
     shape = _weight_shape(blocks, form)
@@ -200,17 +159,9 @@ def expand_gguf(
 
 
 def gguf_to_int8(blocks: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_weight` of the decoded weight, at once: by two kernels for rows of all lengths once they are compiled.
+    """Return the decoded weight as `quantize_weight` does, int8 [N, K] and its scale float32 [N], at once.
 
-    Args:
-        blocks: uint8 [N, bytes of a row].
-        name: a key of GGUF_FORMATS.
-
-    Returns:
-        int8 [N, K] and its scale, float32 [N].
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape or format; NaN or Inf in the weight.
+    Two kernels for rows of all lengths do it once they are compiled. Raises ValueError for a NaN or Inf in the weight.
     """
     scale = gguf_channel_scales.at_once(blocks, name)
     check_channels(scale)
@@ -222,13 +173,12 @@ def gguf_to_int8(blocks: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.T
 
 
 def _refuse_where(wrong: torch.Tensor, first: int, complaint: str) -> None:
-    """Raise ValueError that names the channel, counted from `first`, where any of `wrong` [rows, K] is true."""
+    """Raise ValueError with the channel, counted from `first`, where any of `wrong` [rows, K] is true."""
     if bool(wrong.any()):
         raise ValueError(f"weight has {complaint} in output channel {first + int(wrong.nonzero()[0, 0])}")
 
 
 def _weight_shape(blocks: torch.Tensor, form: GGUFFormat) -> tuple[int, int]:
-    """N and K of the weight."""
     return blocks.shape[0], blocks.shape[1] // form.bytes * form.weights
 
 
@@ -237,7 +187,7 @@ def _decode(blocks: torch.Tensor, form: GGUFFormat) -> torch.Tensor:
 
 
 def _by_rows(blocks: torch.Tensor, form: GGUFFormat, dtype: torch.dtype, change) -> torch.Tensor:
-    """[N, K] in `dtype`: what `change` (values float32, rows) makes of some decoded rows at a time."""
+    """Return [N, K] in `dtype`: `change` of some decoded rows at a time, float32, and of which rows they are."""
     out = torch.empty(_weight_shape(blocks, form), dtype=dtype, device=blocks.device)
     if out.numel():
         for rows in row_slices(out.shape):
@@ -252,23 +202,16 @@ def expand_codes(
     larger: torch.Tensor | None = None,
     low_rank: LowRank | None = None,
 ) -> Operation[torch.Tensor]:
-    """The INT8 weight that codes stand for: clamp(round(level * scale of the group), -127, 127), halves to even.
+    """Return the INT8 weight [N, K] of codes: clamp(round(level * scale of the group), -127, 127), halves to even.
 
-    With a `low_rank` it is round((that * channel_scale + up @ down) / larger), clamped alike. The sums are float32, in
-    no certain order.
+    With a `low_rank` it is round((that * channel_scale + up @ down) / larger), clamped alike, and zeros in rows for
+    which `larger` is none: 0, NaN, Inf, negative. The sums are float32, in no certain order.
 
     Args:
-        weight: the codes.
         channel_scale: of the weight, float32 [N] or [N, 1].
         larger: the sum's, such as channel_scale + low_rank.channel_scales(); as many values.
         low_rank: what is added before rounding, in the basis of the stored weight: rotated as that is. Both scales are
             read only with it.
-
-    Returns:
-        int8 [N, K]; with a `low_rank`, zeros in the rows for which `larger` is none: 0, NaN, Inf, negative.
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
     """
     weight.check()
     if low_rank is not None:
@@ -290,7 +233,7 @@ def expand_codes(
 
 
 def _levels(weight: GroupedCodes, rows: slice) -> torch.Tensor:
-    """Level times scale of some rows of codes, float32 [rows, K]."""
+    """Return level times scale of some rows of codes, float32 [rows, K]."""
     channels = weight.shape[1]
     packed = weight.codes[rows].view(torch.uint8)
     low = packed[:, : channels // 2]

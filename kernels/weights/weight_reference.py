@@ -1,4 +1,4 @@
-"""Weights in INT8 and in codes of 4 or 6 bits, and LoRAs that become part of one when it is made INT8."""
+"""Weights in INT8 and in codes of 4 or 6 bits, and LoRAs that are added when a weight is made INT8."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,20 +9,20 @@ from ..checks import FLOAT_DTYPES, check_dtype, check_matrix, check_same_device
 from ..linear.channel_transform import UNCHANGED, ChannelTransform
 from ..linear.linear_reference import SMALLEST_SCALE
 
-# Rows are independent, so a large weight is processed in slices: the float32 working copies stay this small.
+# Rows are independent: a large weight is processed in slices, so that float32 copies stay this small.
 _SLICE_ELEMENTS = 1 << 24
 # What a clipped channel's scale can be, relative to absmax / 127; the first, no clipping, wins ties.
 _CLIPPING = tuple(1.0 - step / 50 for step in range(26))
 
 
 def row_slices(shape: Sequence[int]) -> Iterator[slice]:
-    """Slices over the rows of a weight of shape [N, K] that are few enough to be worked on in float32."""
+    """Return slices over the rows of a weight [N, K], each small enough for a float32 copy."""
     rows = max(1, _SLICE_ELEMENTS // max(1, shape[1]))
     return (slice(start, start + rows) for start in range(0, shape[0], rows))
 
 
 def _least_error_scale(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The multiple of `scale` [N] in _CLIPPING under which rounding float32 values [N, K] loses least, row by row."""
+    """Return the multiple of `scale` [N] in _CLIPPING whose rounding of float32 values [N, K] loses least, by row."""
     best, least = scale, torch.full_like(scale, torch.inf)
     for ratio in _CLIPPING:
         candidate = scale * ratio
@@ -34,9 +34,7 @@ def _least_error_scale(values: torch.Tensor, scale: torch.Tensor) -> torch.Tenso
 
 
 def quantize_weight(
-    w: torch.Tensor,
-    transform: ChannelTransform = UNCHANGED,
-    clip: bool = False,
+    w: torch.Tensor, transform: ChannelTransform = UNCHANGED, clip: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a weight symmetrically to INT8 with one scale per output channel.
 
@@ -50,8 +48,7 @@ def quantize_weight(
         int8 [N, K] in -127..127 and float32 per-channel scale [N], absmax / 127 unless clipped; 0 for a row of zeros,
         or of values so small that float32 could not hold the scale with all its bits.
 
-    Raises:
-        TypeError, ValueError: wrong dtype, shape or group; NaN or Inf in the weight.
+    Raises TypeError or ValueError for a wrong dtype, shape or group, ValueError for a NaN or Inf in the weight.
     """
     check_matrix("w", w)
     transform.check(w.shape[1])
@@ -61,38 +58,41 @@ def quantize_weight(
 
 
 def check_channels(scale: torch.Tensor) -> None:
-    """Raise ValueError naming the first channel that has no scale [N], which is NaN, because a weight is NaN or Inf."""
+    """Raise ValueError with the first channel whose scale is NaN, of scales [N]: it has a weight that is NaN or Inf."""
     broken = ~torch.isfinite(scale)
     if bool(broken.any()):
         raise ValueError(f"weight has a NaN or Inf in output channel {int(broken.nonzero()[0])}")
 
 
+def row_scales(values: torch.Tensor) -> torch.Tensor:
+    """Return absmax / 127 of each float32 row of [N, K]; 0 where float32 does not hold that with all its bits."""
+    absmax = values.abs().amax(dim=1) if values.shape[1] else values.new_zeros(values.shape[0])
+    scale = absmax / torch.full_like(absmax, 127)
+    return torch.where(scale < SMALLEST_SCALE, 0.0, scale)  # NaN stays
+
+
 def quantize_rows(
     w: torch.Tensor, transform: ChannelTransform, generator: torch.Generator | None = None, clip: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_weight` of checked arguments, in plain PyTorch; a NaN or Inf gives its channel the scale NaN."""
+    """Return `quantize_weight` of checked arguments; a NaN or Inf gives its channel the scale NaN."""
     q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
     scale = torch.empty(w.shape[0], dtype=torch.float32, device=w.device)
     for rows in row_slices(w.shape):
         values = transform.to_weight(w[rows])
-        absmax = values.abs().amax(dim=1) if w.shape[1] else values.new_zeros(values.shape[0])
-        scale[rows] = absmax / torch.full_like(absmax, 127)
-        scale[rows] = torch.where(scale[rows] < SMALLEST_SCALE, 0.0, scale[rows])  # NaN stays
+        scale[rows] = row_scales(values)
         divisor = torch.where(scale[rows] > 0, scale[rows], 1.0)
         if clip:
             divisor = _least_error_scale(values, divisor)
             scale[rows] = torch.where(scale[rows] > 0, divisor, scale[rows])
         steps = values / divisor[:, None]
-        if generator is None:
-            steps = steps.round()
-        else:
-            steps = (steps + torch.rand(steps.shape, generator=generator, device=steps.device)).floor()
+        noise = None if generator is None else torch.rand(steps.shape, generator=generator, device=steps.device)
+        steps = steps.round() if noise is None else (steps + noise).floor()
         q[rows] = steps.clamp(-127, 127).to(torch.int8)
     return q, torch.where(torch.isfinite(scale), scale, torch.nan)
 
 
 class LowRank(NamedTuple):
-    """What a weight [N, K] is more than it is stored as, such as LoRAs: up @ down.
+    """What is added to a stored weight [N, K], such as LoRAs: up @ down.
 
     Attributes:
         up: [N, R], R at least 1, bf16, fp16 or fp32 (of which the GPU's kernel keeps all bits).
@@ -103,8 +103,8 @@ class LowRank(NamedTuple):
     down: torch.Tensor
 
     def channel_scales(self) -> torch.Tensor:
-        """By how much the per-channel scale of any weight must grow to hold this, too: float32 [N], absmax / 127 of
-        each row of up @ down."""
+        """Return by how much the per-channel scale of any weight must grow to hold this, too: absmax / 127 of each row
+        of up @ down, float32 [N]."""
         scale = torch.empty(self.up.shape[0], device=self.up.device)
         down = self.down.float()
         for rows in row_slices((len(scale), down.shape[1])):
@@ -120,19 +120,15 @@ class LowRank(NamedTuple):
             raise TypeError(f"up and down must be of one dtype, got {up.dtype} and {down.dtype}")
         rank = up.shape[1]
         if up.shape[0] != rows or down.shape != (rank, channels) or rank == 0:
-            raise ValueError(
-                f"up and down must be [{rows}, R] and [R, {channels}], got {list(up.shape)} and {list(down.shape)}"
-            )
+            got = f"{list(up.shape)} and {list(down.shape)}"
+            raise ValueError(f"up and down must be [{rows}, R] and [R, {channels}], got {got}")
 
 
 def rounded_rows(values: torch.Tensor, scale: torch.Tensor, low_rank: LowRank | None, rows: slice) -> torch.Tensor:
-    """Some rows of a weight as int8: round((values + up @ down) / scale), halves to even, clamped to -127..127.
+    """Return some rows [rows, K] of a weight as int8: round((values + up @ down) / scale), halves to even, clamped.
 
-    Args:
-        values: float32 [rows, K].
-        scale: float32 [N, 1]; zeros stand where it is none: 0, NaN, Inf, negative, or too small.
-        low_rank: of the whole weight, or None.
-        rows: which of the N these are.
+    `scale` float32 [N, 1] and `low_rank` are of the whole weight. Zeros stand in rows whose scale is none: 0, NaN, Inf,
+    negative, or too small.
     """
     if low_rank is not None:
         values = values + low_rank.up[rows].float() @ low_rank.down.float()
@@ -147,12 +143,12 @@ DEFAULT_CODEBOOK = (
     *(-0.980602, -0.794529, -0.638165, -0.500986, -0.377321, -0.263187, -0.155210, -0.050720),
     *(0.052541, 0.156985, 0.265284, 0.379533, 0.502636, 0.638953, 0.794876, 0.980671),
 )
-"""The levels of normally distributed weights in groups of 16, relative to each group's largest (Lloyd 1982). These
-are comfy-kitchen's (0.2.40): its kernel for few tokens reads these alone."""
+"""The levels of normally distributed weights in groups of 16, relative to each group's largest (Lloyd 1982).
+comfy-kitchen's (0.2.40): its kernel for few tokens reads these alone."""
 GROUP = 16
 """Columns of one scale in codes that the pack makes: 4.5 bits a weight with its FP8 scale."""
 CANDIDATES = tuple((18 + number) / 32 for number in range(16))
-"""Scales that are tried for a group, relative to the one that gives its largest value the largest level: a smaller one
+"""Scales that are tried for a group, relative to the one that gives its largest value the largest level. A smaller one
 wins where few values are large."""
 _SCALES = (torch.float8_e4m3fn, *FLOAT_DTYPES)
 
@@ -197,12 +193,10 @@ class GroupedCodes(NamedTuple):
             raise TypeError(f"the scales of groups must be float8_e4m3fn or floats, got {scale.dtype}")
         if codes.ndim != 2 or scale.ndim != 2 or len(codes) != len(scale):
             raise ValueError(f"codes and scales must be rows, got shapes {list(codes.shape)} and {list(scale.shape)}")
-        channels = self.shape[1]
-        if 4 * codes.shape[1] not in (2 * channels, 3 * channels):
-            raise ValueError(
-                f"rows of K = {channels} codes must have {channels // 2} or {3 * channels // 4} bytes, got "
-                f"{codes.shape[1]}"
-            )
+        channels, width = self.shape[1], codes.shape[1]
+        if 4 * width not in (2 * channels, 3 * channels):
+            sizes = f"{channels // 2} or {3 * channels // 4}"
+            raise ValueError(f"rows of K = {channels} codes must have {sizes} bytes, got {width}")
         if group not in (4, 8) and (group < 16 or group % 16):
             raise ValueError(f"a group must be 4, 8 or a multiple of 16 columns, got {group}")
         if channels % 16 or (self.bits == 6 and (channels % 32 or group % 16)):
