@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 # Each with the numbers of programs that may share the K of a tile.
 _SPLITS = {"pointers": (1, 2, 3, 5), "descriptors": (1, 2, 3, 5), "ring": (1, 2, 3, 4, 5), "kitchen": (1,)}
@@ -12,11 +12,11 @@ _PARTIAL_SUMS_PER_THREAD = 128
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tile sizes in elements, tile-order group, warps per program, software pipeline stages, how operands are fetched
-    (one of PIPELINES), and how many programs share the K of one tile: of each one, and with `ring` of those that the
-    last round of the multiprocessors works off.
+    """How a GEMM is cut up.
 
-    Raises ValueError for what no kernel can be launched with.
+    Tile sizes in elements, powers of two; tile-order group; warps per program; software pipeline stages; how operands
+    are fetched, one of PIPELINES; how many programs share the K of each tile, with `ring` of those that the last round
+    of the multiprocessors works off. A ring has two stages or more, and a warp for each 64 x 64 of a tile.
     """
 
     block_m: int
@@ -28,25 +28,12 @@ class GemmConfig:
     pipeline: str = "pointers"
     split_k: int = 1
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "pipeline" and (type(value) is not int or value < 1):
-                raise ValueError(f"{field.name} must be a positive int; got {value!r}")
-        for name in ("block_m", "block_n", "block_k", "num_warps"):
-            if getattr(self, name).bit_count() != 1:
-                raise ValueError(f"{name} must be a power of two; got {getattr(self, name)}")
-        if self.pipeline not in PIPELINES:
-            raise ValueError(f"pipeline must be one of {', '.join(PIPELINES)}; got {self.pipeline!r}")
-        if self.pipeline == "ring" and (self.num_warps * 64 * 64 != self.block_m * self.block_n or self.num_stages < 2):
-            raise ValueError(f"a ring has two stages or more, and warps of 64 x 64 of a tile; got {self}")
-
     def tiles(self, m: int, n: int) -> int:
-        """The number of tiles of an [m, n] output."""
+        """Return the number of tiles of an [m, n] output."""
         return -(-m // self.block_m) * -(-n // self.block_n)
 
     def shared_tiles(self, tiles: int, multiprocessors: int) -> int:
-        """How many of the tiles have their K shared by `split_k` programs each.
+        """Return how many of the tiles have their K shared by `split_k` programs each.
 
         With `ring`, where a multiprocessor holds one program, those of the last round if sharing makes it shorter.
         """
@@ -57,12 +44,12 @@ class GemmConfig:
 
     @property
     def kernel(self) -> "GemmConfig":
-        """The same for all that run one compiled kernel: that is told its group at its launch, a ring its split too."""
+        """One for all that share a compiled kernel, which gets its group at the launch, a ring its split, too."""
         return replace(self, group_m=1, split_k=1 if self.pipeline == "ring" else self.split_k)
 
     @property
     def by_pointers(self) -> "GemmConfig":
-        """What runs in its place where rows do not begin on 16 bytes. A ring's tile is too large without it."""
+        """What runs in its place where rows do not begin on 16 bytes. A ring's tile is too large for that."""
         if self.pipeline in ("ring", "kitchen"):
             return GemmConfig(128, 128, 64, self.group_m, 4, 3)
         return replace(self, pipeline="pointers")
@@ -94,7 +81,6 @@ class Architecture:
 
 # comfy-kitchen's GEMM, which chooses its tiles itself.
 KITCHEN = GemmConfig(1, 1, 1, 1, 1, 1, "kitchen")
-
 
 # `mma.s8` with a cp.async pipeline. Every entry fits the 99 KB that a block may use on sm_86. The rates are those of
 # the sm_80 build on an H200 with as many blocks per multiprocessor as the shared memory of sm_86 holds: the geometric
@@ -152,22 +138,19 @@ ARCHITECTURES = {
     # These run `mma.s8` too. Nothing was measured on them.
     "Blackwell": Architecture(((10, 0), (10, 3), (11, 0), (12, 0), (12, 1)), _MMA_RATES, balance=32),
 }
-_ELSEWHERE = ARCHITECTURES["Blackwell"]
 
 # Where the second walk over K leaves ptxas no register for one number.
 _ONE_PASS_ONLY = frozenset({GemmConfig(128, 128, 128, 16, 4, 3)})
 
 
 def gpu_architecture(capability: tuple[int, int]) -> Architecture:
-    """The architecture of a card by its compute capability.
-
-    A card of none gets what all from Ampere on can run.
-    """
-    return next((known for known in ARCHITECTURES.values() if capability in known.capabilities), _ELSEWHERE)
+    """Return the architecture of a compute capability; an unknown one gets what all cards from Ampere on can run."""
+    known = (known for known in ARCHITECTURES.values() if capability in known.capabilities)
+    return next(known, ARCHITECTURES["Blackwell"])
 
 
 def walks_twice(config: GemmConfig) -> bool:
-    """Whether a configuration can walk K twice, as activations of 16 bits want it."""
+    """Return whether a configuration can walk K twice, as activations of 16 bits want it."""
     return config.split_k == 1 and config.pipeline != "ring" and replace(config, group_m=16) not in _ONE_PASS_ONLY
 
 
@@ -188,12 +171,12 @@ def gemm_candidates(
     passes: int = 1,
     pipelines: Collection[str] = PIPELINES,
 ) -> list[GemmConfig]:
-    """The configurations worth trying for [m, k] x [n, k] on a card of this compute capability, likely winners first.
+    """Return the configurations worth trying for [m, k] x [n, k] on a card, likely winners first.
 
     With two passes K is walked twice. `pipelines` are those of PIPELINES that can run; `pointers` always can.
 
-    Ordered by an estimate of their time: the rounds in which the multiprocessors work off the tiles, each as long as
-    its multiplications or its loads take. Where nothing can be measured, the first is what runs.
+    They are in the order of an estimate of their time: the rounds in which the multiprocessors work off the tiles, each
+    as long as its multiplications or its loads take. Where nothing can be measured, the first is what runs.
     """
     architecture = gpu_architecture(capability)
 
@@ -225,7 +208,7 @@ def gemm_candidates(
             if worthwhile and (passes == 1 or walks_twice(split)):
                 estimates.setdefault(split, estimate(split, rate))
     kernels: set[GemmConfig] = set()
-    unsplit: set[GemmConfig] = set()  # rings of which a split is among the candidates: the likeliest one of each
+    unsplit: set[GemmConfig] = set()  # rings that have a split among the candidates: the likeliest one of each
     cost, candidates = 0, []
     for config in sorted(estimates, key=estimates.__getitem__):
         to_compile = 0 if config.kernel in kernels else _COMPILE_COST[config.pipeline]
@@ -245,10 +228,10 @@ def gemm_candidates(
 
 @functools.lru_cache(4096)
 def is_offered(config: GemmConfig, passes: int = 1) -> bool:
-    """Whether `gemm_candidates` can have offered a configuration, on any card and for any shape."""
+    """Return whether `gemm_candidates` can offer a configuration of positive numbers, on some card for some shape."""
     if config == KITCHEN:
         return passes == 1
-    if config.split_k not in _SPLITS[config.pipeline] or passes > 2 or (passes == 2 and not walks_twice(config)):
+    if config.split_k not in _SPLITS.get(config.pipeline, ()) or passes > (2 if walks_twice(config) else 1):
         return False
     return any(
         config.group_m <= known.group_m and config == replace(form, group_m=config.group_m, split_k=config.split_k)

@@ -1,13 +1,12 @@
-"""Which tile configuration the fused GEMM runs with: a rule's, until another one was faster on calls that were made
-anyway."""
+"""Which tile configuration the fused GEMM runs with: a rule's, until another was faster on calls made anyway."""
 
 import contextlib
 import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field
 from time import monotonic, sleep
 
 import torch
@@ -23,67 +22,64 @@ from .tuning_cache import Tried, TuningCache, TuningKey
 
 logger = logging.getLogger(__name__)
 
-# Launches of each candidate: those that are not timed, for what a first launch does once, then those of a first look
-# at all, then those of a closer one at what is within reach of the rule's.
+# Launches of each candidate: untimed ones, for what a first launch does once; those of a first look at all candidates;
+# those of a closer look at candidates within reach of the rule's.
 _UNTIMED, _SURVEY, _FINAL = 1, 3, 9
 _WITHIN_REACH = 1.05
-# Whether a candidate is compiled is asked once in so many calls. After so many seconds what is known then stays, which
-# a later process adds to: asking costs the host time.
+# Whether a candidate is compiled is asked once in so many calls, as asking costs the host time. After so many seconds
+# what is known stays; a later process adds to it.
 _CALLS_BETWEEN, _MOST_SECONDS = 8, 300.0
 # One call in so many asks what to run, which costs the host time, and may try a slower candidate.
 _CALLS_A_TRY = 8
-# What is compiled takes the host's time from the first steps of a shape, and most of their calls would be of candidates
-# that are slower than the rule's.
+# Compiling takes the host's time from the first steps of a shape, and most of their calls would try slower candidates.
 _SECONDS_BEFORE = 3.0
 # To settle a shape while its caller waits: compiling takes nearly all of it.
 _SECONDS_TO_SETTLE, _SECONDS_BETWEEN = 10.0, 1e-3
-# Shapes whose M, N and K each differ from a shape's by at most this factor say whether to try anything there, and so
-# many of them do.
+# Whether anything is tried for a shape, so many neighbours say: shapes whose M, N and K differ by at most this factor.
 _NEAR, _NEIGHBOURS = 2, 2
 
+Candidates = Callable[[], list[GemmConfig]]
+"""Gives the candidates of a key, likely winners first."""
 Launch = Callable[[GemmConfig], None]
 """Runs the GEMM of a call once. Raises WrongResult or what `is_unfit` knows where the card cannot."""
 IsReady = Callable[[GemmConfig, int | None], bool]
-"""Whether a configuration is compiled for a call. If it is not, it will be, by rank; with None it stays so."""
+"""Whether a configuration is compiled for a call. If not, it is asked for, with a rank; with None it is not."""
 
 
 @functools.cache
 def device_name(index: int) -> str:
-    """The card's name; kept, since it is part of the key of every launch."""
+    """Return the card's name, cached: it is part of the key of every launch."""
     return torch.cuda.get_device_name(index)
 
 
+@dataclass
 class Trial:
     """The candidates of a key while it is open which of them stays. It launches nothing itself.
 
     In a round the rule's candidate and all others that are compiled and not known yet take turns, so that a drifting
-    clock meets all alike; then those within reach of the rule's do once more. Times are compared among calls of as many
-    rows, and read once the device has come so far. Meanwhile the fastest known one runs, or while that is compiled
-    another one that is.
+    clock meets all alike. Those within reach of the rule's have a second round. Times are compared among calls of as
+    many rows, and read once the device has come so far. Meanwhile the fastest known one runs, or one that is compiled.
 
-    Args:
+    Attributes:
         candidates: the rule's first.
-        times: what is known already: shares of the rule's time.
+        times: what is known: shares of the rule's time.
         watch: what times launches.
-        decided: whether the first one stays if it runs; the others are for where it does not.
         waits: whether nothing is to be compiled in order to be tried, and no round to begin.
+        decided: whether the first one stays if it runs; the others are for where it does not.
+        spans: what was timed in this round: a configuration, its call's rows, a span of the watch.
     """
 
-    def __init__(
-        self,
-        candidates: Sequence[GemmConfig],
-        times: Mapping[GemmConfig, float],
-        watch: Stopwatch,
-        decided: bool,
-        waits: Callable[[], bool],
-    ) -> None:
-        self.candidates, self.times, self.decided = list(candidates), dict(times), decided
-        self.calls, self._watch, self._began = 0, watch, monotonic()
-        self._waits = waits
-        self._round: list[GemmConfig] = []  # what is compared now, and what of it is to be launched
-        self._to_launch: list[GemmConfig] = []
-        self._spans: list[tuple[GemmConfig, int, list]] = []
-        self._is_final = False
+    candidates: list[GemmConfig]
+    times: dict[GemmConfig, float]
+    watch: Stopwatch
+    waits: Callable[[], bool]
+    decided: bool
+    spans: list[tuple[GemmConfig, int, list]] = field(default_factory=list)
+    calls: int = 0
+    _round: list[GemmConfig] = field(default_factory=list)  # what is compared now, and what of it is to be launched
+    _to_launch: list[GemmConfig] = field(default_factory=list)
+    _is_final: bool = False
+    _began: float = field(default_factory=lambda: monotonic())
 
     @property
     def tried(self) -> Tried:
@@ -93,7 +89,7 @@ class Trial:
 
     @property
     def choice(self) -> GemmConfig:
-        """The fastest known one."""
+        """The fastest known candidate."""
         return self.candidates[0] if self.decided else self.tried.fastest()
 
     @property
@@ -107,16 +103,16 @@ class Trial:
         return not (self.times or self._round or self.decided)
 
     def next(self, is_ready: IsReady, may_time: bool) -> tuple[GemmConfig, bool]:
-        """The configuration that a call runs, and whether it is to be timed."""
+        """Return the configuration that a call runs, and whether it is to be timed."""
         self.calls += 1
         config = self.choice
         if not is_ready(config, 0):
             return next((other for other in self.candidates if is_ready(other, None)), config), False
         if self.decided or not may_time:
             return config, False
-        if self._round and not self._to_launch and all(self._watch.is_over(span) for _, _, span in self._spans):
+        if self._round and not self._to_launch and all(self.watch.is_over(span) for _, _, span in self.spans):
             self._judge()
-        if not self._round and self.calls % _CALLS_BETWEEN == 1 and not self._waits():
+        if not self._round and self.calls % _CALLS_BETWEEN == 1 and not self.waits():
             rule, *others = self.candidates
             unknown = [other for other in others if other not in self.times]
             ready = [other for rank, other in enumerate(unknown, 1) if is_ready(other, rank)]
@@ -126,29 +122,25 @@ class Trial:
         # It may be compiled for other calls of the key, such as those without a bias.
         return (config, False) if tried is None or not is_ready(tried, None) else (tried, True)
 
-    def launched(self, config: GemmConfig, m: int, span: list) -> None:
-        """A launch was timed."""
-        self._spans.append((config, m, span))
-
     def drop(self, config: GemmConfig) -> None:
-        """A candidate does not run here. The next one may come in the place of a first one, and be tried."""
+        """Drop a candidate that does not run here. The next one may come in the place of a first one, and be tried."""
         if config == self.candidates[0]:
             self.times, self.decided = {}, not tuning_enabled()
         self.candidates.remove(config)
         self.times.pop(config, None)
-        self._round, self._to_launch, self._spans = [], [], []
+        self._round, self._to_launch, self.spans = [], [], []
 
     def _begin(self, candidates: list[GemmConfig], is_final: bool) -> None:
-        self._round, self._is_final, self._spans = candidates, is_final, []
+        self._round, self._is_final, self.spans = candidates, is_final, []
         turns = _UNTIMED + (_FINAL if is_final else _SURVEY)
         # There and back, so that calls of two numbers of rows in turn meet all. Taken from its end.
         self._to_launch = [each for turn in range(turns) for each in candidates[:: -1 if turn % 2 else 1]][::-1]
 
     def _judge(self) -> None:
-        """Read the times of a round, and keep them or look closer."""
+        """Read the times of a round, and keep them or begin a closer look."""
         times: dict[GemmConfig, list[tuple[int, float]]] = {config: [] for config in self._round}
-        for config, m, span in self._spans:
-            times[config].append((m, self._watch.milliseconds(span)))
+        for config, m, span in self.spans:
+            times[config].append((m, self.watch.milliseconds(span)))
         rule, *others = self._round
         of_rule: dict[int, list[float]] = {}
         for m, time in times[rule][_UNTIMED:]:
@@ -161,22 +153,21 @@ class Trial:
                 shares[config] = _typical(each)
         near = [] if self._is_final else [config for config in shares if shares[config] <= _WITHIN_REACH]
         self.times |= {config: share for config, share in shares.items() if config not in near}
-        self._round, self._spans = [], []
+        self._round, self.spans = [], []
         if near:
             self._begin([rule, *near], True)
 
 
 def _typical(times: list[float]) -> float:
-    """The lower quartile: what else the device and the host do only adds."""
+    """Return the lower quartile: what else the device and the host do only adds."""
     return sorted(times)[len(times) // 4]
 
 
 class Tuner:
     """What runs for a key, and what is tried meanwhile; remembered in the process and on disk.
 
-    `measured` counts the keys of which this process found out what is fastest. For `seconds_before` behind the first
-    call of a key nothing is tried of any. Of `calls_a_try` calls one should be `run`, while the others launch what is
-    `passing`.
+    `measured` counts the keys that this process settled by measuring. For `seconds_before` after the first call of a
+    key nothing is tried of any. Of `calls_a_try` calls one should be `run`, while the others launch what is `passing`.
 
     Args:
         watch: what times launches on the current device; None is a GPU's.
@@ -189,12 +180,12 @@ class Tuner:
         self._settled: dict[TuningKey, GemmConfig] = {}
         self._trials: dict[TuningKey, Trial] = {}
         self._kept: dict[TuningKey, Tried] = {}
-        self._unwritten: dict[TuningKey, Tried] = {}
         self._caches: dict[str, TuningCache] = {}
-        self._lock, self._unwritten_lock = threading.Lock(), threading.Lock()
+        self._unwritten: set[str] = set()  # cards of which more is known than is on disk
+        self._lock = threading.Lock()
 
     def is_open_in(self, work: Callable[[], object]) -> bool:
-        """Do some work, and say whether a GEMM in it is not settled after that."""
+        """Do some work, and return whether a GEMM in it is not settled after that."""
         with self._lock:
             calls = {key: trial.calls for key, trial in self._trials.items()}
         work()
@@ -202,66 +193,57 @@ class Tuner:
             return any(calls.get(key) != trial.calls for key, trial in self._trials.items())
 
     def settled(self, key: TuningKey) -> GemmConfig | None:
-        """The configuration that stays for a key; None while that is open."""
+        """Return the configuration that stays for a key; None while that is open."""
         return self._settled.get(key)
 
     def passing(self, key: TuningKey, is_ready: IsReady) -> GemmConfig | None:
-        """What runs in the next calls of an open key, less those that try; None where each call should be `run`."""
+        """Return what the next calls of an open key launch, less those that try; None where each should be `run`."""
         trial = self._trials.get(key)
         if trial is None or self.calls_a_try < 2:
             return None
         return trial.choice if is_ready(trial.choice, None) else None
 
-    def likely(self, key: TuningKey, configs_of_key: Callable[[], list[GemmConfig]]) -> GemmConfig:
-        """The configuration that a first call of a key runs; the key is not opened by that."""
-        known = self._known(key)
-        return configs_of_key()[0] if known is None else known.fastest()
+    def likely(self, key: TuningKey, candidates: Candidates) -> GemmConfig:
+        """Return the configuration that a first call of a key runs, without opening the key."""
+        with self._lock:
+            known = self._known(key)
+        return candidates()[0] if known is None else known.fastest()
 
-    def run(
-        self, key: TuningKey, m: int, configs_of_key: Callable[[], list[GemmConfig]], launch: Launch, is_ready: IsReady
-    ) -> None:
+    def run(self, key: TuningKey, m: int, candidates: Candidates, launch: Launch, is_ready: IsReady) -> None:
         """Run the GEMM of `m` rows with what stays for `key`, or with what is to be known better.
 
         Nothing is tried during the capture of a CUDA graph, nor beside other streams. With INT8_DIT_TUNING set to 0 or
         off nothing is tried ever. Raises RuntimeError when no candidate runs on this card.
-
-        Args:
-            configs_of_key: gives the candidates, likely winners first; asked for only while the key is open.
         """
         config = self._settled.get(key)
         if torch.cuda.is_current_stream_capturing():
-            self._run_unasked(config or self._seen(key, configs_of_key), configs_of_key, launch)
+            self._run_captured(key, candidates(), launch)
         elif config is not None:
             launch(config)
         else:
             with unplanned_memory():  # another one of the next calls may ask for other memory
-                while not self._ran(key, m, configs_of_key, launch, is_ready):
+                while not self._ran(key, m, candidates, launch, is_ready):
                     pass
 
-    def _run_unasked(self, first: GemmConfig, configs_of_key: Callable[[], list[GemmConfig]], launch: Launch) -> None:
-        """Run the first configuration that is known to be exact for such operands, where a card cannot be asked."""
-        for config in (first, *(other for other in configs_of_key() if other != first)):
+    def _run_captured(self, key: TuningKey, candidates: list[GemmConfig], launch: Launch) -> None:
+        """Run what is known to be exact for such operands: within a capture a card cannot be asked."""
+        with self._lock:
+            trial, first = self._trials.get(key), self._settled.get(key)
+            if first is None and trial is not None and (trial.times or trial.decided):
+                first = trial.choice
+            if first is None and (known := self._known(key)) is not None:
+                first = known.fastest()
+        if first is None:
+            first = next((config for config in candidates if config.pipeline != "ring"), candidates[0])
+        for config in (first, *(other for other in candidates if other != first)):
             with contextlib.suppress(WrongResult):
                 return launch(config)
         raise RuntimeError("no INT8 GEMM is known to be exact here: run the model once before the graph is captured")
 
-    def _seen(self, key: TuningKey, configs_of_key: Callable[[], list[GemmConfig]]) -> GemmConfig:
-        """What runs where nothing can be found out: a ring only where it was seen to be exact."""
-        trial = self._trials.get(key)
-        if trial is not None and (trial.times or trial.decided):
-            return trial.choice
-        known = self._known(key)
-        if known is not None:
-            return known.fastest()
-        configs = configs_of_key()
-        return next((config for config in configs if config.pipeline != "ring"), configs[0])
-
-    def _ran(
-        self, key: TuningKey, m: int, configs_of_key: Callable[[], list[GemmConfig]], launch: Launch, is_ready: IsReady
-    ) -> bool:
-        """Whether a candidate ran. One that cannot is not asked again."""
+    def _ran(self, key: TuningKey, m: int, candidates: Candidates, launch: Launch, is_ready: IsReady) -> bool:
+        """Return whether a candidate ran. One that cannot is dropped."""
         with self._lock:
-            trial = self._trials.get(key) or self._begin(key, configs_of_key)
+            trial = self._trials.get(key) or self._begin(key, candidates())
             known = len(trial.times)
             may_time = torch.cuda.current_stream() == torch.cuda.default_stream()
             config, timed = trial.next(is_ready, may_time)
@@ -285,33 +267,30 @@ class Tuner:
         with self._lock:
             if timed:
                 self._watch.end(span)
-                trial.launched(config, m, span)
+                trial.spans.append((config, m, span))
             elif trial.is_over and config == trial.choice:
                 self._settle(key, trial)
         return True
 
-    def _begin(self, key: TuningKey, configs_of_key: Callable[[], list[GemmConfig]]) -> Trial:
-        known, configs, tries = self._known(key), configs_of_key(), tuning_enabled() and COMPILES_ALONE
+    def _begin(self, key: TuningKey, configs: list[GemmConfig]) -> Trial:
+        known, tries = self._known(key), tuning_enabled() and COMPILES_ALONE
         if known is not None:  # what an earlier call was about, which may have had another M
             first = known.fastest() if known.settled or not tries else next(iter(known.times))
             configs = [first, *(config for config in configs if config != first)]
         decided = not tries or (known is not None and known.settled) or self._rule_suffices(key)
-        times = {} if known is None else known.times
-        trial = self._trials[key] = Trial(configs, times, self._watch, decided, self._waits)
+        times = {} if known is None else dict(known.times)
         self._newest = monotonic()
+        trial = Trial(configs, times, self._watch, lambda: monotonic() - self._newest < self.seconds_before, decided)
+        self._trials[key] = trial
         return trial
 
-    def _waits(self) -> bool:
-        """Whether a key is new."""
-        return monotonic() - self._newest < self.seconds_before
-
     def _rule_suffices(self, key: TuningKey) -> bool:
-        """Whether what the rule says of a shape's neighbours was as fast as anything there."""
+        """Return whether the rule's was the fastest for the neighbours of a shape."""
         near = [tried for other, tried in self._kept.items() if tried.settled and _are_near(key, other)]
-        return len(near) >= _NEIGHBOURS and all(tried.rule_suffices for tried in near)
+        return len(near) >= _NEIGHBOURS and all(tried.fastest() == next(iter(tried.times)) for tried in near)
 
     def _settle(self, key: TuningKey, trial: Trial) -> None:
-        """Let what is fastest stay, and try nothing where that shows that it is worth nothing."""
+        """Let the fastest stay, and decide untouched keys for which that shows that trying is worth nothing."""
         if self._trials.pop(key, None) is not trial:  # another thread has
             return
         self._settled[key] = trial.choice
@@ -329,34 +308,25 @@ class Tuner:
             open_trial.decided |= open_trial.is_untouched and self._rule_suffices(other)
 
     def _known(self, key: TuningKey) -> Tried | None:
-        """What is known of `key` on disk.
-
-        A file that others have written meanwhile is read again for a key it did not have before.
-        """
+        """Return what is known of `key`. For an unknown one the file is read again if others have written it."""
         if key not in self._kept:
             self._kept = self._cache(key.device).read() | self._kept
         return self._kept.get(key)
 
     def _keep(self, key: TuningKey, tried: Tried) -> None:
-        """Remember what is known, on disk too: in the background, since other processes may hold the file, and what
-        comes before that is done is written with it."""
+        """Remember what is known, on disk in the background, since other processes may hold the file."""
         self._kept[key] = tried
-        with self._unwritten_lock:
-            is_first = not self._unwritten
-            self._unwritten[key] = tried
-        if is_first:
-            beside_calls.submit(-1, self._write)
+        if key.device not in self._unwritten:
+            self._unwritten.add(key.device)
+            beside_calls.submit(-1, functools.partial(self._write, key.device))
 
-    def _write(self) -> None:
-        with self._unwritten_lock:
-            unwritten, self._unwritten = self._unwritten, {}
-        for card in {key.device for key in unwritten}:
-            self._cache(card).add({key: tried for key, tried in unwritten.items() if key.device == card})
+    def _write(self, card: str) -> None:
+        self._unwritten.discard(card)  # before the copy: what is kept from now on is written by another task
+        kept = self._kept.copy()
+        self._cache(card).add({key: tried for key, tried in kept.items() if key.device == card})
 
     def _cache(self, card: str) -> TuningCache:
-        if card not in self._caches:
-            self._caches[card] = TuningCache(card)
-        return self._caches[card]
+        return self._caches.setdefault(card, TuningCache(card))
 
 
 def _are_near(key: TuningKey, other: TuningKey) -> bool:
@@ -366,7 +336,7 @@ def _are_near(key: TuningKey, other: TuningKey) -> bool:
 
 
 def tuning_enabled() -> bool:
-    """False where the environment variable INT8_DIT_TUNING is 0 or off."""
+    """Return False where the environment variable INT8_DIT_TUNING is 0 or off."""
     return os.environ.get("INT8_DIT_TUNING", "").strip().lower() not in ("0", "off")
 
 
@@ -374,18 +344,18 @@ tuner = Tuner()
 
 
 def settle(work: Callable[[], object], device: torch.device) -> None:
-    """Do some work again and again, at most for seconds, until its GEMMs run with what stays for their shapes and
-    nothing is compiled beside it, which would keep Python's lock from what is timed next."""
+    """Do some work again and again, at most for seconds, until its GEMMs run with what stays for their shapes.
 
-    def is_open() -> bool:
-        return tuner.is_open_in(work) or not (beside_loading.is_idle and beside_calls.is_idle)
-
+    Nor is anything compiled then, which would keep Python's lock from what is timed next.
+    """
     deadline = monotonic() + _SECONDS_TO_SETTLE
     before = tuner.seconds_before, tuner.calls_a_try
     tuner.seconds_before, tuner.calls_a_try = 0.0, 1
     try:
         with foreground.waiting():
-            while is_open() and monotonic() < deadline:
+            while tuner.is_open_in(work) or not (beside_loading.is_idle and beside_calls.is_idle):
+                if monotonic() >= deadline:
+                    break
                 stop_if_asked()
                 torch.cuda.synchronize(device)
                 sleep(_SECONDS_BETWEEN)  # for the thread that compiles

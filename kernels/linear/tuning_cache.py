@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -18,10 +18,13 @@ logger = logging.getLogger(__name__)
 
 # Each write takes milliseconds; whoever waits longer than this waits for a process that hangs.
 _LOCK_SECONDS = 5
+# How much less time than the rule's another configuration takes to stay in its place: the clocks of calls differ.
+_FASTER = 0.98
+_SIZES = ("m_bucket", "n", "k", "passes")
 
 
 def m_bucket(m: int) -> int:
-    """The smallest bucket at or above `m`: one measurement serves all M of a bucket.
+    """Return the smallest bucket at or above `m`: one measurement serves all M of a bucket.
 
     Buckets are the powers of two from 16 on and, above 1024 where an image's token count lies, those halfway between.
     """
@@ -44,10 +47,6 @@ class TuningKey:
     passes: int = 1
 
 
-# How much less time than the rule's another configuration takes to stay in its place: the clocks of calls differ.
-_FASTER = 0.98
-
-
 @dataclass(frozen=True)
 class Tried:
     """The measured candidates of a key.
@@ -61,14 +60,9 @@ class Tried:
     settled: bool = False
 
     def fastest(self) -> GemmConfig:
-        """The fastest, which is the rule's unless another one is clearly faster."""
+        """Return the fastest, which is the rule's unless another one is clearly faster."""
         fastest = min(self.times, key=self.times.__getitem__)
         return fastest if self.times[fastest] <= _FASTER else next(iter(self.times))
-
-    @property
-    def rule_suffices(self) -> bool:
-        """Whether trying was worth nothing."""
-        return self.settled and self.fastest() == next(iter(self.times))
 
 
 class TuningCache:
@@ -80,52 +74,48 @@ class TuningCache:
     def __init__(self, card: str) -> None:
         self._header = {"card": card, "triton": triton.__version__, "kernel_source": kernel_source_hash("GEMM")}
         self.path = path_for(self._header)
-        self._tried: dict[TuningKey, Tried] = {}
         self._said: set[str] = set()
         self._seen: tuple[int, ...] | None = None
 
     def read(self) -> dict[TuningKey, Tried]:
-        """Read what all processes have measured so far; nothing where that was read before."""
+        """Return what all processes have measured so far; nothing where the file is the one of the last call."""
         try:
-            stamp = self._stamp()
-            if stamp == self._seen:
-                return {}
-            found, self._seen = self._load(), stamp
-            return found
+            found = os.stat(self.path)
+            stamp = found.st_ino, found.st_mtime_ns, found.st_size  # of which each writer's file has others
+            if stamp != self._seen:
+                entries, self._seen = self._load(), stamp
+                return entries
+        except FileNotFoundError:
+            pass
         except OSError as error:
             self._say_unavailable(error)
-            return {}
+        return {}
 
     def add(self, found: Mapping[TuningKey, Tried]) -> None:
-        """Keep what this process found, along with what could not be written in its turn. What another process settled
-        meanwhile stays."""
-        self._tried |= found
+        """Write results beside those of other processes. Of one key's the settled ones stay, then those of most
+        configurations."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self._lock():
-                there = self._load()
-                settled = {key for key, tried in there.items() if tried.settled}
-                self._replace(there | {key: t for key, t in self._tried.items() if t.settled or key not in settled})
+            lock = f"{self.path}.lock"
+            if os.path.islink(lock):  # earlier versions of filelock follow it
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), lock)
+            with FileLock(lock, timeout=_LOCK_SECONDS):
+                results = self._load()
+                for key, tried in found.items():
+                    there = results.get(key, Tried({}))
+                    if (tried.settled, len(tried.times)) >= (there.settled, len(there.times)):
+                        results[key] = tried
+                entries = []
+                for key, tried in results.items():
+                    times = [{**vars(config), "time": round(time, 4)} for config, time in tried.times.items()]
+                    sizes = {name: getattr(key, name) for name in _SIZES}
+                    entries.append({**sizes, "settled": tried.settled, "tried": times})
+                write_object(self.path, {**self._header, "entries": entries})
         except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
             self._say_unavailable(error)
 
-    def _stamp(self) -> tuple[int, ...]:
-        """Which file there is, each writer's another one. Raises OSError."""
-        try:
-            found = os.stat(self.path)
-        except FileNotFoundError:
-            return ()
-        return found.st_ino, found.st_mtime_ns, found.st_size
-
-    def _lock(self) -> FileLock:
-        """A lock on the file. Raises OSError for a link in its place, which earlier versions of filelock follow."""
-        place = f"{self.path}.lock"
-        if os.path.islink(place):
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), place)
-        return FileLock(place, timeout=_LOCK_SECONDS)
-
     def _load(self) -> dict[TuningKey, Tried]:
-        """The file's valid entries; none where there is no file or not one of ours. Raises OSError."""
+        """Return the file's valid entries; none where there is no file or not one of ours. Raises OSError."""
         try:
             content = read_object(self.path) or {}
         except FileNotFoundError:
@@ -137,24 +127,6 @@ class TuningCache:
             return {}
         entries = (_parse(entry, self._header["card"]) for entry in stored)
         return dict(entry for entry in entries if entry is not None)
-
-    def _replace(self, results: dict[TuningKey, Tried]) -> None:
-        """Write the whole file so that a reader sees the old or the new one.
-
-        Call with the lock held; raises OSError.
-        """
-        entries = [
-            {
-                "m_bucket": key.m_bucket,
-                "n": key.n,
-                "k": key.k,
-                "passes": key.passes,
-                "settled": tried.settled,
-                "tried": [{**vars(config), "time": round(time, 4)} for config, time in tried.times.items()],
-            }
-            for key, tried in results.items()
-        ]
-        write_object(self.path, {**self._header, "entries": entries})
 
     def _say_unavailable(self, error: Exception) -> None:
         self._warn_once(
@@ -170,20 +142,17 @@ class TuningCache:
 
 
 def _parse(entry: Any, card: str) -> tuple[TuningKey, Tried] | None:
-    """An entry of the file, or None unless it is one that this version could have written."""
+    """Return an entry of the file; None unless this version could have written it."""
+    times: dict[GemmConfig, Any] = {}
     try:
-        sizes = [entry["m_bucket"], entry["n"], entry["k"], entry["passes"]]
-        settled, times = entry["settled"], dict(map(_parsed_time, entry["tried"]))
-    except (TypeError, KeyError, AttributeError, ValueError):
+        settled, sizes = entry["settled"], [entry[name] for name in _SIZES]
+        numbers = list(sizes)
+        for tried in entry["tried"]:
+            time, config = tried.pop("time"), GemmConfig(**tried)
+            times[config] = time
+            numbers += [value for name, value in vars(config).items() if name != "pipeline"]
+        valid = all(map(is_size, numbers)) and all(is_offered(config, sizes[3]) for config in times)
+    except (TypeError, KeyError, AttributeError):
         return None
-    offered = times and all(is_offered(config, sizes[3]) for config in times) if all(map(is_size, sizes)) else False
-    if not offered or type(settled) is not bool or not all(map(is_milliseconds, times.values())):
-        return None
-    return TuningKey(card, *sizes), Tried(times, settled)
-
-
-def _parsed_time(tried: Any) -> tuple[GemmConfig, Any]:
-    """Raises TypeError, KeyError, AttributeError or ValueError for what is none."""
-    if tried.keys() != {"time", *(field.name for field in fields(GemmConfig))}:
-        raise ValueError("a configuration of another version")
-    return GemmConfig(**{name: value for name, value in tried.items() if name != "time"}), tried["time"]
+    valid = valid and times and type(settled) is bool and all(map(is_milliseconds, times.values()))
+    return (TuningKey(card, *sizes), Tried(times, settled)) if valid else None
