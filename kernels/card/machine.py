@@ -18,7 +18,7 @@ from ..internals import kitchen
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SOURCES = {
     "GEMM": ("linear", "gemm_kernel ring_gemm_kernel gemm"),
-    "linear": ("linear", "gemm_kernel ring_gemm_kernel gemm tiles quantizer rows"),
+    "linear": ("linear", "gemm_kernel ring_gemm_kernel gemm tiles rows"),
     "attention": ("attention", "attention_kernel attention_launch attention_operands"),
 }
 # Named one by one: a file that moves away is an error here, and not a hash that no longer follows it.

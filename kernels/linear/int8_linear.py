@@ -1,7 +1,8 @@
 """The INT8 linear and its two halves, which are operators of PyTorch (`torch.ops.int8_dit`).
 
 These are opaque to a compiler, the quantizer not to Inductor (compilers.py). A model's linears, which are called many
-times over, are `RepeatedLinear`s.
+times over, are `RepeatedLinear`s. All raise TypeError or ValueError for a wrong dtype, shape, device, rotation group or
+number of bits, and RuntimeError where a gradient is asked of the activations: rounding has none.
 """
 
 import math
@@ -25,7 +26,7 @@ from .linear_reference import (
 
 
 def linear_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The input [..., K] of a linear as a matrix. Raises what `int8_linear` does for a bad `x` or `weight`."""
+    """Return the input [..., K] of a linear as a matrix. Raises what `int8_linear` does for a bad `x` or `weight`."""
     if x.ndim == 0:
         raise ValueError("x must have at least one dimension")
     check_matrix("weight", weight, torch.int8)
@@ -36,11 +37,11 @@ def linear_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-@operator(kernel="linear.quantizer", rounds=("x",))
+@operator(kernel="linear.rows", rounds=("x",))
 def quantize_activations(
     x: torch.Tensor, transform: ChannelTransform = UNCHANGED, activation_bits: int = 8
 ) -> Operation[Quantized]:
-    """Per-token symmetric quantization: scale = absmax / 127, q = round(x 127 / absmax), halves to even.
+    """Quantize each token symmetrically: scale = absmax / 127, q = round(x 127 / absmax), halves to even.
 
     With 16 bits a second int8 number r = round(254 (x / scale - q)) holds what the first one rounded away, so that
     x = scale (q + r / 254) to within 1 / 508 of a step.
@@ -54,10 +55,6 @@ def quantize_activations(
 
     Returns:
         int8 [M, K], or [M, 2K] with q beside r for 16 bits, and float32 per-token scale [M].
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
-        RuntimeError: `x` needs a gradient, which rounding does not have.
     """
     check_matrix("x", x)
     yield quantized_layouts(x, x.shape[1], transform, activation_bits)
@@ -73,7 +70,7 @@ def int8_gemm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Operation[torch.Tensor]:
-    """The fused GEMM: (q . weight^T) in int32, then x q_scale x weight_scale + bias in float32, in one launch.
+    """Multiply in one launch: (q . weight^T) in int32, then x q_scale x weight_scale + bias in float32.
 
     Args:
         q: int8 [M, K] activations, or [M, 2K] of 16 bits from `quantize_activations`: their K is walked twice.
@@ -85,10 +82,6 @@ def int8_gemm(
 
     Returns:
         [M, N] in `out_dtype`.
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
-        RuntimeError: `q_scale` needs a gradient, which rounding does not have.
     """
     check_matrix("q", q, torch.int8)
     check_matrix("weight", weight, torch.int8)
@@ -118,7 +111,7 @@ def int8_linear(
     out_dtype: torch.dtype | None = None,
     activation_bits: int = 8,
 ) -> torch.Tensor:
-    """A linear layer on INT8 tensor cores: quantize the activations per token, then the fused GEMM.
+    """Compute a linear layer on INT8 tensor cores: quantize the activations per token, then the fused GEMM.
 
     Args:
         x: [..., K] bf16, fp16 or fp32, any leading dimensions, none and empty ones included.
@@ -131,10 +124,6 @@ def int8_linear(
 
     Returns:
         [..., N] in `out_dtype`.
-
-    Raises:
-        TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
-        RuntimeError: `x` needs a gradient, which rounding does not have.
     """
     q, q_scale = quantize_activations(linear_rows(x, weight), transform, activation_bits)
     out = int8_gemm(q, q_scale, weight, weight_scale, bias, x.dtype if out_dtype is None else out_dtype)
@@ -143,12 +132,12 @@ def int8_linear(
 
 LinearWeight = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """What a linear holds: int8 [N, K], its scale in float32, [N], [N, 1] or one value, and the floating point factors [K]
-by which its input is divided, or None."""
+that divide its input, or None."""
 
 
 def settle(work: Callable[[], object], device: torch.device) -> None:
     """Do some work on a device again and again, for some seconds at most, until its GEMMs run with the tiles that stay
-    for their shapes and nothing is compiled any more; nothing where no kernel runs. Before work is timed."""
+    for their shapes and nothing is compiled. Call before work is timed; it does nothing where no kernel runs."""
     if device.type == "cuda" and fused_obstacle(device) is None:
         from . import tuning
 
@@ -156,20 +145,21 @@ def settle(work: Callable[[], object], device: torch.device) -> None:
 
 
 def runs_kitchen(m: int, n: int, k: int, device: torch.device) -> bool:
-    """Whether fused products of [m, k] and [n, k] run comfy-kitchen's GEMM on a device, which gave the same bits there
-    and was faster; False while that is open."""
+    """Return whether fused products of [m, k] and [n, k] run comfy-kitchen's GEMM on a device, as it gave the same bits
+    there and was faster; False while that is open."""
     if device.type != "cuda" or fused_obstacle(device) is not None:
         return False
     from . import gemm
 
-    return gemm.runs_kitchen(m, n, k, device)
+    key = gemm.TuningKey(gemm.device_name(device.index), gemm.m_bucket(m), n, k)
+    return gemm.tuner.settled(key) == gemm.KITCHEN
 
 
 class RepeatedLinear:
-    """The calls of linears with weights of one form on one device, which cost the host as little as two launches can.
+    """The calls of linears with weights of one form on one device, at the host's time of two launches.
 
-    Each call brings the tensors, and none is held: only how operands like these are launched. A call unlike all before
-    is checked as `int8_linear` checks it. Linears of one form share one.
+    It holds how operands like these are launched, and no tensor. A call unlike all before is checked as `int8_linear`
+    checks it. Linears of one form share one.
 
     Args:
         weight: like those of all calls, of which only the devices and addresses are looked at again.
@@ -190,13 +180,13 @@ class RepeatedLinear:
 
     @staticmethod
     def of(weight: LinearWeight, rotation_group: int | None, activation_bits: int) -> "RepeatedLinear":
-        """The one for all linears like this one."""
+        """Return the one for all linears like this one."""
         layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in weight]
         key = (RepeatedLinear, *layouts, rotation_group, activation_bits)
         return kept(key, lambda: RepeatedLinear(weight, rotation_group, activation_bits))
 
     def __call__(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """What `int8_linear` makes of x [..., K]: [..., N] in the dtype of `x`. Raises what that does."""
+        """Return `int8_linear` of x [..., K]: [..., N] in the dtype of `x`. Raises what that does."""
         key = (self, x.shape, x.dtype, None if bias is None else bias.dtype)
         known, begin, smooth = KEPT.get(key), None, weight[2]
         if known is not None and x.is_contiguous():
@@ -214,7 +204,7 @@ class RepeatedLinear:
         return out
 
     def _found(self, key: tuple, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """What the linear makes of x as if it were the first; keeps what launches another one like it."""
+        """Return the linear of x as if it were the first; keep what launches another one like it."""
         transform = ChannelTransform(weight[2], self._rotation_group)
         quantizes = linear_rows(x, weight[0]), transform, self._activation_bits
         quantized = quantize_activations(*quantizes)
@@ -235,7 +225,7 @@ class RepeatedLinear:
         leading: Sequence[int],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """[*leading, N] in `dtype`: what `int8_gemm` makes of quantized rows, of which `leading` are the dimensions.
+        """Return `int8_gemm` of quantized rows, whose dimensions are `leading`: [*leading, N] in `dtype`.
 
         Raises what `int8_gemm` does.
         """
@@ -264,8 +254,8 @@ class RepeatedLinear:
     def _addresses(
         self, x: torch.Tensor, factors: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None
     ) -> tuple[int, int, int, int, int] | None:
-        """Where x, its factors, the weight, its scale and the bias begin, 0 for no bias. None unless all lie on the
-        form's device, which is the current one, begin on 16 bytes, and nobody wants to see operators or a gradient of
+        """Return where x, its factors, the weight, its scale and the bias begin, 0 for no bias. None unless all lie on
+        the form's device, which is the current one, and begin on 16 bytes, and nobody wants operators or a gradient of
         `x`."""
         index, bias_at, (q, scale, _) = self._index, 0, weight
         if not x.get_device() == factors.get_device() == q.get_device() == scale.get_device() == index:

@@ -26,7 +26,7 @@ from .weight_reference import (
 _LARGEST = 63 * int(torch.finfo(torch.float16).max)
 
 
-@operator(kernel="linear.quantizer", rounds=())
+@operator(kernel="linear.rows", rounds=())
 def requantize_weight(
     w: torch.Tensor, transform: ChannelTransform = UNCHANGED, seed: int | None = None
 ) -> Operation[tuple[torch.Tensor, torch.Tensor]]:
@@ -48,7 +48,7 @@ def requantize_weight(
     yield quantize_rows(w, transform, generator)
 
 
-@operator(kernel="linear.quantizer", rounds=())
+@operator(kernel="linear.rows", rounds=())
 def dequantize_weight(
     q: torch.Tensor,
     scale: torch.Tensor,

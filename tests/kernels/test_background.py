@@ -27,7 +27,7 @@ from kernels.launching.launching import Launch, StandIn
 from kernels.linear import gemm
 from kernels.linear.gemm_kernel import Operands
 from kernels.linear.linear_reference import BlockForm, LinearForm
-from kernels.linear.quantizer import launch_quantize_activations
+from kernels.linear.rows import launch_quantize_activations
 from kernels.linear.tiles import GemmConfig
 from kernels.linear.tuning import Tuner
 from kernels.weights.gguf_kernels import launch_gguf_channel_scales
