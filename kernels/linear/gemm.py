@@ -1,4 +1,4 @@
-"""Launching the fused INT8 GEMM: the configuration tuned for a shape, its workspace, its tensor descriptors."""
+"""Launching the fused INT8 GEMM: the configuration of a shape, its workspace, its tensor descriptors."""
 
 import functools
 import logging
@@ -22,18 +22,17 @@ from .tuning_cache import TuningKey, m_bucket
 
 logger = logging.getLogger(__name__)
 
-# Multiply-adds from which on it pays to write the result with the copy engine: one more descriptor takes the host
-# longer.
+# Multiply-adds from which on the copy engine should write the result: one more descriptor costs the host time.
 _STORE_BLOCKS_FROM = 2**36
 
 _arrivals_of_streams: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
-    """Zeros, int32 [at least tiles], for one launch. Kernels of a stream follow one another and leave the zeros behind.
+    """Return zeros, int32 [at least tiles], for one launch, which leaves zeros behind.
 
-    So each stream keeps its own, which saves filling them for each launch; a CUDA graph, which may be replayed on any
-    stream, fills its own. The interpreter gets new ones too.
+    Kernels of a stream follow one another, so each stream keeps its own, which saves filling them. A CUDA graph may be
+    replayed on any stream: it fills its own, and so does the interpreter.
     """
     if device.type != "cuda" or is_capturing(device):
         return torch.zeros(tiles, dtype=torch.int32, device=device)
@@ -46,7 +45,7 @@ def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
 
 
 def _on_16_bytes(matrix: torch.Tensor) -> bool:
-    """Whether base and rows begin there, as Hopper's copy engine wants it and copies into a ring do."""
+    """Return whether base and rows begin there, as Hopper's copy engine and copies into a ring want it."""
     row_bytes = matrix.stride(0) * matrix.element_size()
     return matrix.data_ptr() % 16 == 0 and row_bytes % 16 == 0
 
@@ -56,7 +55,7 @@ _GEMM = Launcher(int8_gemm_kernel, gemm_build)
 
 @functools.cache
 def _ring_gemm() -> Launcher:
-    """That of the ring's kernel, which can be defined where Gluon is as assumed."""
+    """Return the ring's: its kernel can be defined where Gluon is as assumed."""
     from .ring_gemm_kernel import ring_build, ring_gemm_kernel
 
     return Launcher(ring_gemm_kernel, ring_build)
@@ -64,7 +63,7 @@ def _ring_gemm() -> Launcher:
 
 @functools.cache
 def _pipelines() -> tuple[str, ...]:
-    """Those that can run."""
+    """Return those that can run."""
     absent = {"ring": not HAS_GLUON, "kitchen": kitchen_gemm() is None}
     return tuple(name for name in PIPELINES if not absent.get(name))
 
@@ -73,8 +72,7 @@ class GemmLaunch:
     """The launch of one configuration on operands of one layout.
 
     Args:
-        config: the configuration.
-        operands: like those of the launches: of their shapes, dtypes, strides and alignment; scales are contiguous.
+        operands: of the shapes, dtypes, strides and alignment of those to launch on; scales are contiguous.
 
     Raises ValueError for K split in a configuration that walks it twice.
     """
@@ -109,8 +107,7 @@ class GemmLaunch:
         self._out_blocks = MatrixBlocks(out, (config.block_m, config.block_n)) if stored else None
 
     def is_compiled(self, operands: Operands, rank: int | None, threads: Background = beside_calls) -> bool:
-        """Whether a launch on such operands need not wait for that. If it must, and there is a rank, other threads
-        compile it."""
+        """Return whether a launch on such operands is compiled. If not, and with a rank, other threads compile it."""
         if rank is not None and not self._launch.is_compiled:
             q, weight, *others, out = map(StandIn.of, operands.read)
             spare = StandIn((1,), torch.int32, out.device) if self._ring or self._sums else out
@@ -119,7 +116,7 @@ class GemmLaunch:
         return self._launch.is_compiled
 
     def _blocks(self, q: Any, weight: Any, out: Any, given: tuple) -> tuple:
-        """How the kernel is given these three: as they are given here, or as descriptors."""
+        """Return these three as the kernel reads them: as given, or as descriptors."""
         a, b, c = given
         if self._a_blocks is not None and self._b_blocks is not None:
             a, b = self._a_blocks.of(q), self._b_blocks.of(weight)
@@ -160,6 +157,8 @@ class GemmLaunch:
 class KitchenLaunch:
     """comfy-kitchen's GEMM on operands like these, in the place of a GemmLaunch."""
 
+    takes_addresses = False
+
     def __init__(self, operands: Operands) -> None:
         self._has_bias, self._one_scale = operands.bias is not None, operands.has_one_scale
         self._n = len(operands.weight)
@@ -177,11 +176,8 @@ class KitchenLaunch:
             raise WrongResult
 
 
-Launches = dict[GemmConfig, GemmLaunch | KitchenLaunch]
-
-
 def _runs_as_it_is(config: GemmConfig, operands: Operands) -> bool:
-    """Whether a configuration can read these operands, here and on this Triton."""
+    """Return whether a configuration can read these operands, here and on this Triton."""
     if config.pipeline == "pointers":
         return True
     q, weight, *_, bias, out = operands
@@ -201,7 +197,7 @@ def launch_config(config: GemmConfig, operands: Operands) -> None:
 
 
 def _is_exact(config: GemmConfig, operands: Operands) -> bool:
-    """Whether a ring computes exactly here, found out once per kernel."""
+    """Return whether a ring computes exactly here, asked once per kernel."""
     device, form = operands.q.device, (operands.out.dtype, operands.bias is not None, operands.has_one_scale)
 
     def found() -> bool:
@@ -217,13 +213,13 @@ def _is_exact(config: GemmConfig, operands: Operands) -> bool:
 
 
 def _own_config(operands: Operands) -> GemmConfig:
-    """What runs in the place of comfy-kitchen's GEMM where that cannot."""
+    """Return what runs in the place of comfy-kitchen's GEMM where that cannot."""
     ours = (config for config in _candidates(operands) if config != KITCHEN)
     return next(config for config in ours if config.pipeline != "ring" or _is_exact(config, operands))
 
 
 def _gives_the_same(launch: KitchenLaunch, operands: Operands) -> bool:
-    """Whether a launch gives the bits of the pack's own, found out once per shape and kind of operands."""
+    """Return whether a launch gives the bits of the pack's own, asked once per shape and kind of operands."""
     q, weight, *_, bias, out = operands
 
     def found() -> bool:
@@ -242,47 +238,6 @@ def _gives_the_same(launch: KitchenLaunch, operands: Operands) -> bool:
     return asked_once(key, q.device, found)
 
 
-def tuned_gemm(
-    operands: Operands, launches: Launches, ran: set[GemmConfig]
-) -> tuple[GemmLaunch | KitchenLaunch | None, GemmLaunch | KitchenLaunch | None]:
-    """Launch what stays for operands like these, or what the tuner tries, on the current device.
-
-    Returns the launch of what stays, None while that is open, and of what the next calls launch, None where each should
-    ask. `launches` holds those of such operands, and gets more; `ran` gets what was seen to run.
-    """
-    q = operands.q
-
-    def made(config: GemmConfig) -> GemmLaunch | KitchenLaunch:
-        launch = launches.get(config)
-        if launch is None:
-            is_kitchen = config == KITCHEN and _runs_as_it_is(config, operands)
-            launch = launches[config] = KitchenLaunch(operands) if is_kitchen else GemmLaunch(config, operands)
-        return launch
-
-    def launch(config: GemmConfig) -> None:
-        if config.pipeline == "ring" and not _is_exact(config, operands):
-            raise WrongResult
-        if isinstance(kitchen := made(config), KitchenLaunch) and not _gives_the_same(kitchen, operands):
-            launches[config] = GemmLaunch(_own_config(operands), operands)
-        made(config)(q, operands.weight, operands.out, operands.read)
-        ran.add(config)
-
-    def is_ready(config: GemmConfig, rank: int | None) -> bool:
-        return made(config).is_compiled(operands, rank)
-
-    if not q.is_cuda:  # Triton's interpreter: nothing to tune, and small tiles are the quickest there
-        config = GemmConfig(32, 32, 64, 4, 4, 1)
-        launch(config)
-        return made(config), None
-    key = _tuning_key(operands)
-    tuner.run(key, len(q), lambda: _candidates(operands), launch, is_ready)
-    config = tuner.settled(key)
-    if config is not None:  # in the capture of a graph another one may have run
-        return made(config) if config in ran else None, None
-    passing = tuner.passing(key, is_ready)
-    return None, launches[passing] if passing in ran else None
-
-
 def _candidates(operands: Operands) -> list[GemmConfig]:
     q, (n, k) = operands.q, operands.weight.shape
     card = torch.cuda.get_device_properties(q.device)
@@ -295,20 +250,15 @@ def _tuning_key(operands: Operands) -> TuningKey:
     return TuningKey(device_name(operands.q.get_device()), m_bucket(m), n, k, operands.passes)
 
 
-def runs_kitchen(m: int, n: int, k: int, device: torch.device) -> bool:
-    """Whether comfy-kitchen's GEMM was found to be the fastest for [m, k] x [n, k] on a GPU."""
-    return tuner.settled(TuningKey(device_name(device.index), m_bucket(m), n, k)) == KITCHEN
-
-
 def likely_config(operands: Operands) -> GemmConfig:
-    """The configuration that a first call on such operands launches."""
+    """Return the configuration that a first call on such operands launches."""
     config = tuner.likely(_tuning_key(operands), lambda: _candidates(operands))
     return _candidates(operands)[0] if config == KITCHEN else config
 
 
 def _in_wider_rows(matrix: torch.Tensor, k: int) -> torch.Tensor:
-    """int8 [M, K] or [M, 2K] with zeros behind each K, so that rows begin on 16 bytes: Triton fetches others byte by
-    byte, which takes 50 times as long."""
+    """Copy int8 [M, K] or [M, 2K] with zeros behind each K, so that rows begin on 16 bytes: Triton fetches others byte
+    by byte, which takes 50 times as long."""
     parts = matrix.reshape(len(matrix), -1, k)
     by_eight = k % 8 == 0 and parts.is_contiguous() and parts.data_ptr() % 8 == 0  # which are copied faster
     parts = parts.view(torch.int64 if by_eight else torch.int8)
@@ -316,69 +266,96 @@ def _in_wider_rows(matrix: torch.Tensor, k: int) -> torch.Tensor:
     return padded.flatten(1).view(torch.int8)
 
 
-def _as_read(tensors: Tensors, out: torch.Tensor) -> Operands:
-    q, q_scale, weight, weight_scale, bias = tensors
-    q, weight = dense((q, weight))
-    if weight.shape[1] % 16:
-        q, weight = _in_wider_rows(q, weight.shape[1]), _in_wider_rows(weight, weight.shape[1])
-    q_scale, weight_scale, bias = contiguous((q_scale, weight_scale, bias))
-    return Operands(q, weight, q_scale, weight_scale, bias, out)
-
-
 class TunedGemm:
-    """The configuration that stays for tensors of one layout, launched on them; what is tried while that is open."""
+    """The launch of what stays for tensors of one layout, or of what is tried while that is open."""
 
     def __init__(self) -> None:
-        # Of tensors which all begin on 16 bytes.
+        # The first two are of tensors which all begin on 16 bytes.
         self._aligned: GemmLaunch | KitchenLaunch | None = None
         self._passing: GemmLaunch | KitchenLaunch | None = None
-        self._tried: Launches = {}
-        self._ran: set[GemmConfig] = set()
         self._left = 0  # calls that launch what passes
+        self._tried: dict[GemmConfig, GemmLaunch | KitchenLaunch] = {}
+        self._ran: set[GemmConfig] = set()
 
     @property
-    def direct(self) -> GemmLaunch | None:
+    def direct(self) -> GemmLaunch | KitchenLaunch | None:
         """What launches on addresses that all begin on 16 bytes; None where that is not known."""
-        return _on_addresses(self._aligned)
+        launch = self._aligned
+        return launch if launch is not None and launch.takes_addresses else None
 
     @property
-    def passing(self) -> tuple[GemmLaunch, int] | None:
-        """The same of what passes, and for how many calls, which are not these calls then; None for none."""
-        launch, calls = _on_addresses(self._passing), self._left
-        if launch is None or not calls:
+    def passing(self) -> tuple[GemmLaunch | KitchenLaunch, int] | None:
+        """What passes on such addresses, and for how many calls, which this object no longer does; None for none."""
+        launch, calls = self._passing, self._left
+        if launch is None or not launch.takes_addresses or not calls:
             return None
         self._left = 0
         return launch, calls
 
     def __call__(self, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
-        """Launch on q int8 [M, K] or [M, 2K], q_scale, weight int8 [N, K], weight_scale and bias, to fill the result
-        [M, N].
+        """Launch on q int8 [M, K] or [M, 2K], q_scale, weight int8 [N, K], weight_scale and bias, to fill [M, N].
 
-        One in torch.int32 is the accumulator itself; scales and bias are None then.
+        A result in torch.int32 is the accumulator itself; scales and bias are None then.
         """
-        operands = _as_read(tensors, results[0])
+        q, q_scale, weight, weight_scale, bias = tensors
+        q, weight = dense((q, weight))
+        if weight.shape[1] % 16:
+            q, weight = _in_wider_rows(q, weight.shape[1]), _in_wider_rows(weight, weight.shape[1])
+        q_scale, weight_scale, bias = contiguous((q_scale, weight_scale, bias))
+        operands = Operands(q, weight, q_scale, weight_scale, bias, results[0])
         read = operands.read
-        with on_device(operands.q.device):
-            aligned = begin_on_16([tensor.data_ptr() for tensor in read]) is None
-            if not aligned:
-                tuned_gemm(operands, {}, set())
+        with on_device(q.device):
+            if begin_on_16([tensor.data_ptr() for tensor in read]) is not None:
+                TunedGemm()._tune(operands)
                 return
             launch = self._aligned
             if launch is None and self._left:
                 launch, self._left = self._passing, self._left - 1
-            if launch is not None:
-                launch(operands.q, operands.weight, operands.out, read)
-                return
-            self._aligned, self._passing = tuned_gemm(operands, self._tried, self._ran)
-            self._left = 0 if self._passing is None else tuner.calls_a_try - 1
-            if self._aligned is not None:
-                self._tried = {}
+            if launch is None:
+                self._tune(operands)
+            else:
+                launch(q, weight, operands.out, read)
 
+    def _tune(self, operands: Operands) -> None:
+        """Launch what stays for such operands, or what the tuner tries, on the current device; note what stays, or what
+        the next calls launch."""
+        q = operands.q
 
-def _on_addresses(launch: GemmLaunch | KitchenLaunch | None) -> GemmLaunch | None:
-    return launch if isinstance(launch, GemmLaunch) and launch.takes_addresses else None
+        def made(config: GemmConfig) -> GemmLaunch | KitchenLaunch:
+            launch = self._tried.get(config)
+            if launch is None:
+                is_kitchen = config == KITCHEN and _runs_as_it_is(config, operands)
+                launch = self._tried[config] = KitchenLaunch(operands) if is_kitchen else GemmLaunch(config, operands)
+            return launch
+
+        def launch(config: GemmConfig) -> None:
+            if config.pipeline == "ring" and not _is_exact(config, operands):
+                raise WrongResult
+            if isinstance(kitchen := made(config), KitchenLaunch) and not _gives_the_same(kitchen, operands):
+                self._tried[config] = GemmLaunch(_own_config(operands), operands)
+            made(config)(q, operands.weight, operands.out, operands.read)
+            self._ran.add(config)
+
+        def is_ready(config: GemmConfig, rank: int | None) -> bool:
+            return made(config).is_compiled(operands, rank)
+
+        passing = None
+        if q.is_cuda:
+            key = _tuning_key(operands)
+            tuner.run(key, len(q), lambda: _candidates(operands), launch, is_ready)
+            stays = tuner.settled(key)
+            if stays is None:
+                passing = tuner.passing(key, is_ready)
+        else:  # Triton's interpreter: nothing to tune, and small tiles are the quickest there
+            stays = GemmConfig(32, 32, 64, 4, 4, 1)
+            launch(stays)
+        # In the capture of a graph another one may have run.
+        self._aligned = made(stays) if stays in self._ran else None
+        self._passing = self._tried[passing] if passing in self._ran else None
+        self._left = 0 if self._passing is None else tuner.calls_a_try - 1
+        if self._aligned is not None:
+            self._tried = {}
 
 
 def launch_int8_gemm(*_: object) -> TunedGemm:
-    """The launch on checked, non-empty tensors."""
     return TunedGemm()

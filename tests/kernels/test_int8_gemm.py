@@ -393,13 +393,13 @@ def test_linear_names_its_own_arguments():
 def test_rows_begin_on_16_bytes(monkeypatch, k, passes):
     """Other rows are fetched byte by byte, which took OmniGen 2 (K = 2520) 50 times as long."""
     q, weight = random_int8(5, k * passes, seed=1), random_int8(7, k, seed=2)
-    launched, own = [], gemm.tuned_gemm
+    launched, own = [], gemm.TunedGemm._tune
 
-    def tuned(operands, *others):
+    def tune(tuned, operands):
         launched.append((operands.q.stride(0), operands.weight.stride(0)))
-        return own(operands, *others)
+        own(tuned, operands)
 
-    monkeypatch.setattr(gemm, "tuned_gemm", tuned)
+    monkeypatch.setattr(gemm.TunedGemm, "_tune", tune)
     sums = int8_accumulate(q, weight)
     assert all(stride % 16 == 0 for strides in launched for stride in strides) and launched
     assert torch.equal(sums.cpu(), int8_accumulate_reference(q, weight).cpu())

@@ -644,9 +644,13 @@ def test_what_stays_is_launched_directly_once_it_ran(card, monkeypatch):
     tuner = SimpleNamespace(run=lambda *_: None, settled=lambda key: CONFIGS[0], passing=lambda *_: None)
     monkeypatch.setattr(gemm, "tuner", tuner)
     monkeypatch.setattr(gemm, "_tuning_key", lambda operands: KEY)
-    kept = {CONFIGS[0]: "its launch"}
-    assert gemm.tuned_gemm(operands, kept, set()) == (None, None)
-    assert gemm.tuned_gemm(operands, kept, {CONFIGS[0]}) == ("its launch", None)
+    tuned = gemm.TunedGemm()
+    tuned._tried = {CONFIGS[0]: "its launch"}
+    tuned._tune(operands)
+    assert tuned._aligned is None and tuned._passing is None
+    tuned._ran = {CONFIGS[0]}
+    tuned._tune(operands)
+    assert tuned._aligned == "its launch" and tuned._passing is None
 
 
 def test_work_is_done_until_what_it_launches_stays(card, monkeypatch):
