@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ..linear.linear_reference import quantize_rows_reference
+from ..linear.linear_reference import quantize_activations_reference
 
 WIDEST_HEAD = 256
 """Channels of a head that the kernels have room for. The reference takes any."""
@@ -28,7 +28,7 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
 
 def _quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., D] as whole numbers in float32 and their scales [..., 1], NaN for a row that is not finite."""
-    steps, scale = quantize_rows_reference(x.flatten(0, -2))
+    steps, scale = quantize_activations_reference(x.flatten(0, -2))
     return steps.float().view(x.shape), scale.view(*x.shape[:-1], 1)
 
 

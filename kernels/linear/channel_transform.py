@@ -1,4 +1,4 @@
-"""What is done to a linear's input channels before they are rounded, and to its weight so that the product stays."""
+"""Smoothing and rotation of a linear's input channels before they are rounded, undone in its weight."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,8 @@ def rotate(x: torch.Tensor, group: int) -> torch.Tensor:
     and P reverses four elements. It is symmetric and orthogonal: applying `rotate` twice gives `x` back. The
     Kronecker power is applied one base-4 digit of the channel index at a time, which needs no matrix.
 
-    `x` must be floating point; the result has its shape and dtype. Raises ValueError for a group that is no power of
-    4 or does not divide K.
+    `x` must be floating point; the result has its shape and dtype. `group` is a power of 4 that divides K.
     """
-    check_rotation_group(group, x.shape[-1])
     digits = (group.bit_length() - 1) // 2
     rotated = x
     for _ in range(digits):
@@ -56,15 +54,12 @@ class ChannelTransform:
             check_vector("smooth", self.smooth, channels, "K")
 
     def on(self, device: torch.device) -> "ChannelTransform":
-        """This transform with its factors in float32 on `device`."""
-        return (
-            self
-            if self.smooth is None
-            else ChannelTransform(self.smooth.to(device, torch.float32), self.rotation_group)
-        )
+        """Return this transform with its factors in float32 on `device`."""
+        smooth = None if self.smooth is None else self.smooth.to(device, torch.float32)
+        return ChannelTransform(smooth, self.rotation_group)
 
     def to_activations(self, x: torch.Tensor) -> torch.Tensor:
-        """x' in float32 for `x` [..., K], any floating dtype; factors and `x` on one device.
+        """Return x' in float32 for `x` [..., K], any floating dtype; factors and `x` on one device.
 
         The division is a multiplication by the reciprocals, as in the kernel.
         """
@@ -74,14 +69,14 @@ class ChannelTransform:
         return values if self.rotation_group is None else rotate(values, self.rotation_group)
 
     def to_weight(self, w: torch.Tensor) -> torch.Tensor:
-        """W' in float32 for rows of a weight [N, K], any floating dtype; factors and `w` on one device."""
+        """Return W' in float32 for rows of a weight [N, K], any floating dtype; factors and `w` on one device."""
         values = w.float()
         if self.smooth is not None:
             values = values * self.smooth.float()
         return values if self.rotation_group is None else rotate(values, self.rotation_group)
 
     def from_weight(self, transformed: torch.Tensor) -> torch.Tensor:
-        """The rows [N, K] of W for float32 rows of W'; factors and rows on one device."""
+        """Return the rows [N, K] of W for float32 rows of W'; factors and rows on one device."""
         values = transformed if self.rotation_group is None else rotate(transformed, self.rotation_group)
         return values if self.smooth is None else values / self.smooth.float()
 

@@ -1,6 +1,6 @@
 """Whether a kernel computes a small product exactly on this card, asked before it is used there.
 
-For kernels that no interpreter can run: an error of a compiler or of a launch would otherwise be a wrong image.
+No interpreter can run such a kernel: an error of a compiler or of a launch would otherwise be a wrong image.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ class WrongResult(Exception):
 
 
 def asked_once(key: tuple, device: torch.device, ask: Callable[[], bool]) -> bool:
-    """A card's answer, cached under `key`. False, and not kept, where it cannot be asked now: with too little memory,
-    and in the capture of a CUDA graph, in which no result can be looked at."""
+    """Return a card's answer, cached under `key`. False, and not cached, where it cannot be asked now: with too little
+    memory, and in the capture of a CUDA graph, in which no result can be read."""
     if key not in KEPT and is_capturing(device):
         return False
     try:
@@ -38,8 +38,8 @@ def check_exact(
 ) -> None:
     """Launch a GEMM twice on operands whose products are small though parts of their sums are large.
 
-    So sums of parts of K that are rounded on their way show, and so do channels that do not meet. The second launch
-    finds the workspace as the first one left it. Raises WrongResult.
+    So partial sums that are rounded show, and channels that do not meet. The second launch finds the workspace as the
+    first one left it. Raises WrongResult.
     """
     row, column = torch.arange(_M, device=device)[:, None], torch.arange(_N, device=device)[:, None]
     channel = torch.arange(_K, device=device)

@@ -15,15 +15,15 @@ _REMAINDER_STEPS = tl.constexpr(REMAINDER_STEPS)
 
 @triton.jit
 def _rounded_to_steps(remainders):
-    """int32 sums over remainders -> the steps nearest to them, halves away from zero."""
+    """Round int32 sums over remainders to the nearest steps, halves away from zero."""
     halves = tl.where(remainders < 0, -(_REMAINDER_STEPS // 2), _REMAINDER_STEPS // 2)
     return (remainders + halves) // _REMAINDER_STEPS  # towards zero
 
 
 @triton.jit
 def _epilogue(sums, a_scale, b_scale, bias, rows, columns, M, N, dtype: tl.constexpr, ONE_SCALE: tl.constexpr):
-    """sums x a_scale[m] x b_scale[n] + bias[n] in float32, rounded to `dtype`; for int32 the sums as they are. With
-    ONE_SCALE `b_scale` is a single value."""
+    """Return sums x a_scale[m] x b_scale[n] + bias[n] in float32, rounded to `dtype`; for int32 the sums themselves.
+    With ONE_SCALE `b_scale` is a single value."""
     if dtype == tl.int32:
         return sums
     else:
@@ -78,16 +78,15 @@ def int8_gemm_kernel(
 ):
     """out[m, n] = (sum_k a[m, k] b[n, k]) a_scale[m] b_scale[n] + bias[n]; an int32 `out` gets the sums themselves.
 
-    Both operands are K-major, which is what `mma.s8` and int8 `wgmma` want: neither is ever transposed in memory. `b`
-    is loaded as it lies and transposed in the dot, since Triton 3.8 spills where its addresses are transposed.
+    Both operands are K-major, as `mma.s8` and int8 `wgmma` want them: neither is transposed in memory. `b` is loaded as
+    it lies and transposed in the dot, since Triton 3.8 spills where its addresses are transposed.
 
     With DESCRIPTORS `a` and `b` are tensor descriptors of [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K] blocks: Hopper's
     copy engine computes the addresses and fills what lies outside with zeros. With STORE_BLOCKS `out` is one too, of
     [BLOCK_M, BLOCK_N], and no edge needs a mask.
 
-    With two PASSES `a` is [M, 2K], activations of 16 bits. The loop walks K over the remainders in its right half,
-    rounds their sums to steps, and walks K again over the left half: one loop, whose pipeline never drains. Nothing is
-    split then.
+    With two PASSES `a` is [M, 2K], activations of 16 bits, and K is not split. One loop, whose pipeline never drains,
+    walks K over the remainders in its right half, rounds their sums to steps, and walks K again over the left half.
 
     With SPLIT_K several programs share a tile's K range: `partial_sums` int32 [tiles, SPLIT_K, BLOCK_M, BLOCK_N] is
     their workspace, `arrivals` int32 [tiles] is zero before and after.
@@ -208,7 +207,7 @@ class Operands(NamedTuple):
 
     @property
     def read(self) -> list[torch.Tensor]:
-        """The kernel's arguments. In the place of a missing tensor stands `out`: a pointer like any other."""
+        """The kernel's arguments, `out` in the place of a missing tensor: a pointer like any other."""
         return [self.out if tensor is None else tensor for tensor in self]
 
     @property
@@ -231,10 +230,7 @@ def gemm_build(
     passes: int = 1,
     one_scale: bool = False,
 ) -> Build:
-    """The kernel's constants and compilation options; `even_k` is whether BLOCK_K divides K.
-
-    `passes` is how often K is walked: twice with activations of 16 bits. `one_scale`: the weight has only one.
-    """
+    """Return the kernel's constants and compilation options; `even_k` is whether BLOCK_K divides K."""
     form = (has_bias, one_scale, descriptors, store_blocks, even_k or descriptors, passes, config.split_k)
     constants = (*form, config.part_n, config.block_m, config.block_n, config.block_k)
     # Fusion is asked for by name, since Triton 3.10 changes its default.

@@ -21,7 +21,7 @@ Quantized = tuple[torch.Tensor, torch.Tensor]
 
 
 class LinearForm(NamedTuple):
-    """The properties of an INT8 linear that its kernels are compiled for.
+    """The properties of an INT8 linear for which its kernels are compiled.
 
     Attributes:
         n, k: of its weight [N, K].
@@ -40,7 +40,7 @@ class LinearForm(NamedTuple):
 
 
 class BlockForm(NamedTuple):
-    """The work between a block's linears, as far as it shows before the block runs.
+    """The work between a block's linears, as far as it is known before the block runs.
 
     Attributes:
         width: channels of its stream.
@@ -62,7 +62,7 @@ class BlockForm(NamedTuple):
 def quantized_layouts(
     x: torch.Tensor, channels: int, transform: ChannelTransform, activation_bits: int
 ) -> list[tuple[Sequence[int], torch.dtype]]:
-    """Shapes and dtypes of rows of `channels` made of those of `x` [..., any].
+    """Return shapes and dtypes of the rows of `x` [..., any], quantized with so many `channels`.
 
     Raises TypeError or ValueError for a transform or a number of bits that they cannot have.
     """
@@ -75,13 +75,9 @@ def quantized_layouts(
 
 def quantize_activations_reference(
     x: torch.Tensor, transform: ChannelTransform = UNCHANGED, activation_bits: int = 8
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_activations` in plain PyTorch, any device. Arguments are taken as already checked."""
-    return quantize_rows_reference(transform.to_activations(x), activation_bits)
-
-
-def quantize_rows_reference(values: torch.Tensor, activation_bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize float32 rows [M, K] that are smoothed and rotated already."""
+) -> Quantized:
+    """Return `quantize_activations` of checked arguments in plain PyTorch, on any device."""
+    values = transform.to_activations(x)
     absmax = values.abs().amax(dim=1) if values.shape[1] else values.new_zeros(len(values))
     finite = torch.isfinite(absmax)
     # A tensor divisor: PyTorch turns a division by a Python number into a multiplication on a GPU.
@@ -99,11 +95,10 @@ _EXACT_CHANNELS = 1024
 
 
 def int8_accumulate_reference(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """int8 [M, K] or [M, 2K] x int8 [N, K] -> int32 [M, N], exact, any device and shape.
+    """Multiply int8 [M, K] or [M, 2K] x int8 [N, K] -> int32 [M, N], exact, any device and shape.
 
-    Of 16-bit activations [M, 2K] the sums over the remainders are rounded to steps, halves away from zero.
-
-    On a GPU through `torch._int_mm`; on a CPU in float32 slices, since `_int_mm` takes seconds there without VNNI.
+    Of 16-bit activations [M, 2K] the sums over the remainders are rounded to steps, halves away from zero. A GPU runs
+    `torch._int_mm`, a CPU float32 slices, since `_int_mm` takes seconds there without VNNI.
     """
     channels = weight.shape[1]
     if q.shape[1] != channels:

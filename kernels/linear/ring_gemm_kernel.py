@@ -1,8 +1,8 @@
 """The fused INT8 GEMM for Ampere and Ada, in Gluon: a ring of shared buffers, and fragments loaded a step ahead.
 
-Triton's own pipeline waits for a block of K, passes a barrier and loads the block's fragments before its first product,
-and passes another barrier before the next copies. Here the fragments of the next 32 channels are loaded while the
-tensor cores multiply these, also over the edge of a block, and each block has one barrier.
+Triton's own pipeline waits for a block of K, passes a barrier, loads the block's fragments before its first product,
+and passes another barrier before the next copies. Here the next 32 channels' fragments are loaded while the tensor
+cores multiply these, also over the edge of a block. Each block has one barrier.
 """
 
 # Gluon evaluates types and tuples while it compiles, which pyright cannot follow.
@@ -59,11 +59,11 @@ def ring_gemm_kernel(
 
     Operands and outputs are those of `int8_gemm_kernel`; the rows of `a` and `b` begin on 16 bytes, and 16 divides K.
 
-    Tiles are walked in groups of `group` rows. Each tile from `whole` on is shared by `parts` programs, which take a
-    part of K each: `partial_sums` int32 [tiles - whole, parts, BLOCK_M, BLOCK_N] is their workspace, `arrivals` int32
-    [tiles - whole] is zero before and after. The grid has whole + (tiles - whole) * parts programs.
+    Tiles are walked in groups of `group` rows. `parts` programs share each tile from `whole` on, a part of K each:
+    `partial_sums` int32 [tiles - whole, parts, BLOCK_M, BLOCK_N] is their workspace, `arrivals` int32 [tiles - whole]
+    is zero before and after. The grid has whole + (tiles - whole) * parts programs.
 
-    The loop over K is unrolled for WALKED blocks: a multiple of STAGES, the buffers of the ring, of which each is an
+    The loop over K is unrolled for WALKED blocks, a multiple of STAGES, the buffers of the ring. Each of these is an
     allocation of its own, so that the compiler sees that a copy into one does not touch the others. Each warp
     multiplies STEP channels at a time.
     """
@@ -187,10 +187,10 @@ def ring_gemm_kernel(
 
 
 def ring_build(config: GemmConfig, has_bias: bool, one_scale: bool = False) -> Build:
-    """The kernel's constants and compilation options. `one_scale`: the weight has only one.
+    """Return the kernel's constants and compilation options.
 
-    The group of tiles and the split are no constants: one kernel is all choices of them. The ring is in the constants:
-    the option `num_stages` is Triton's own pipeline.
+    The group of tiles and the split are no constants: one kernel serves all. The ring's stages are: the option
+    `num_stages` is Triton's own pipeline.
     """
     blocks, stages = (config.block_m, config.block_n, config.block_k), config.num_stages
     warps = (config.block_m // WARP_TILE, config.block_n // WARP_TILE)
