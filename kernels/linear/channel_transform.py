@@ -63,16 +63,12 @@ class ChannelTransform:
 
         The division is a multiplication by the reciprocals, as in the kernel.
         """
-        values = x.float()
-        if self.smooth is not None:
-            values = values * self.smooth.float().reciprocal()
+        values = x.float() if self.smooth is None else x.float() * self.smooth.float().reciprocal()
         return values if self.rotation_group is None else rotate(values, self.rotation_group)
 
     def to_weight(self, w: torch.Tensor) -> torch.Tensor:
         """Return W' in float32 for rows of a weight [N, K], any floating dtype; factors and `w` on one device."""
-        values = w.float()
-        if self.smooth is not None:
-            values = values * self.smooth.float()
+        values = w.float() if self.smooth is None else w.float() * self.smooth.float()
         return values if self.rotation_group is None else rotate(values, self.rotation_group)
 
     def from_weight(self, transformed: torch.Tensor) -> torch.Tensor:

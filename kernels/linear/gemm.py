@@ -46,8 +46,7 @@ def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
 
 def _on_16_bytes(matrix: torch.Tensor) -> bool:
     """Return whether base and rows begin there, as Hopper's copy engine and copies into a ring want it."""
-    row_bytes = matrix.stride(0) * matrix.element_size()
-    return matrix.data_ptr() % 16 == 0 and row_bytes % 16 == 0
+    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
 
 
 _GEMM = Launcher(int8_gemm_kernel, gemm_build)
@@ -267,7 +266,7 @@ def _in_wider_rows(matrix: torch.Tensor, k: int) -> torch.Tensor:
 
 
 class TunedGemm:
-    """The launch of what stays for tensors of one layout, or of what is tried while that is open."""
+    """Launches what stays for tensors of one layout, or what is tried while that is open."""
 
     def __init__(self) -> None:
         # The first two are of tensors which all begin on 16 bytes.
@@ -279,13 +278,13 @@ class TunedGemm:
 
     @property
     def direct(self) -> GemmLaunch | KitchenLaunch | None:
-        """What launches on addresses that all begin on 16 bytes; None where that is not known."""
+        """The launch on addresses that all begin on 16 bytes; None while it is not known."""
         launch = self._aligned
         return launch if launch is not None and launch.takes_addresses else None
 
     @property
     def passing(self) -> tuple[GemmLaunch | KitchenLaunch, int] | None:
-        """What passes on such addresses, and for how many calls, which this object no longer does; None for none."""
+        """The launch that passes on such addresses, and the number of calls, which this object gives up; or None."""
         launch, calls = self._passing, self._left
         if launch is None or not launch.takes_addresses or not calls:
             return None

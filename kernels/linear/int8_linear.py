@@ -78,10 +78,7 @@ def int8_gemm(
         weight: int8 [N, K].
         weight_scale: float32 per-channel scale [N] or [N, 1], or a scalar.
         bias: [N] floating point, or None.
-        out_dtype: bf16, fp16 or fp32.
-
-    Returns:
-        [M, N] in `out_dtype`.
+        out_dtype: of the result [M, N], bf16, fp16 or fp32.
     """
     check_matrix("q", q, torch.int8)
     check_matrix("weight", weight, torch.int8)
@@ -115,15 +112,10 @@ def int8_linear(
 
     Args:
         x: [..., K] bf16, fp16 or fp32, any leading dimensions, none and empty ones included.
-        weight: int8 [N, K] from `quantize_weight` with the same `transform`.
-        weight_scale: float32 per-channel scale [N] or [N, 1], or a scalar.
-        bias: [N] floating point, or None.
-        transform: what is done to the channels of `x` first.
-        out_dtype: dtype of the result; that of `x` when None.
+        weight: int8 [N, K] from `quantize_weight` with the same `transform`, which changes the channels of `x` first.
+        weight_scale, bias: as in `int8_gemm`.
+        out_dtype: dtype of the result [..., N]; that of `x` when None.
         activation_bits: 8, or 16 for layers whose inputs 8 bits round too much: twice the multiplications.
-
-    Returns:
-        [..., N] in `out_dtype`.
     """
     q, q_scale = quantize_activations(linear_rows(x, weight), transform, activation_bits)
     out = int8_gemm(q, q_scale, weight, weight_scale, bias, x.dtype if out_dtype is None else out_dtype)
@@ -171,12 +163,9 @@ class RepeatedLinear:
         self._n, self._k = q.shape
         self._index = q.get_device()
         self._rotation_group, self._activation_bits = rotation_group, activation_bits
-        self._repeats = (
-            self._k % 16 == 0  # others are copied into wider rows
-            and _is_dense(q, torch.int8)
-            and _is_dense(scale, torch.float32)
-            and (smooth is None or _is_dense(smooth, torch.float32))
-        )
+        held = ((q, torch.int8), (scale, torch.float32), (smooth, torch.float32))
+        dense = all(each is None or (each.dtype == dtype and each.is_contiguous()) for each, dtype in held)
+        self._repeats = dense and self._k % 16 == 0  # rows of another K are copied into wider ones
 
     @staticmethod
     def of(weight: LinearWeight, rotation_group: int | None, activation_bits: int) -> "RepeatedLinear":
@@ -270,7 +259,3 @@ class RepeatedLinear:
             bias_at = bias.data_ptr()
         begin = x.data_ptr(), factors.data_ptr(), q.data_ptr(), scale.data_ptr(), bias_at
         return None if (begin[0] | begin[1] | begin[2] | begin[3] | bias_at) & 15 else begin
-
-
-def _is_dense(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    return tensor.dtype == dtype and tensor.is_contiguous()

@@ -12,12 +12,9 @@ _PARTIAL_SUMS_PER_THREAD = 128
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """How a GEMM is cut up.
-
-    Tile sizes in elements, powers of two; tile-order group; warps per program; software pipeline stages; how operands
-    are fetched, one of PIPELINES; how many programs share the K of each tile, with `ring` of those that the last round
-    of the multiprocessors works off. A ring has two stages or more, and a warp for each 64 x 64 of a tile.
-    """
+    """Tile sizes in elements, powers of two; tile-order group; warps per program; software pipeline stages; how
+    operands are fetched, one of PIPELINES; how many programs share the K of a tile: of each, with `ring` of those in
+    the last round of the multiprocessors. A ring has two stages or more, and a warp for each 64 x 64 of a tile."""
 
     block_m: int
     block_n: int
@@ -49,7 +46,7 @@ class GemmConfig:
 
     @property
     def by_pointers(self) -> "GemmConfig":
-        """What runs in its place where rows do not begin on 16 bytes. A ring's tile is too large for that."""
+        """The one in its place where rows do not begin on 16 bytes. A ring's tile is too large for that."""
         if self.pipeline in ("ring", "kitchen"):
             return GemmConfig(128, 128, 64, self.group_m, 4, 3)
         return replace(self, pipeline="pointers")
@@ -66,7 +63,7 @@ class Architecture:
     """A family of cards that run the same configurations.
 
     Attributes:
-        capabilities: the compute capabilities of its cards.
+        capabilities: of its cards.
         rates: its configurations, and the share of the best one's rate that each reaches on large matrices.
         balance: multiply-adds that a multiprocessor's tensor cores do in the time in which one byte of an operand
             reaches it.
@@ -202,10 +199,8 @@ def gemm_candidates(
             fitted = fitted.by_pointers
         for splits in _SPLITS[fitted.pipeline]:
             split = replace(fitted, split_k=splits)
-            worthwhile = splits == 1 or (
-                k >= splits * _CHANNELS_PER_SPLIT and split.shared_tiles(split.tiles(m, n), multiprocessors) > 0
-            )
-            if worthwhile and (passes == 1 or walks_twice(split)):
+            shares = k >= splits * _CHANNELS_PER_SPLIT and split.shared_tiles(split.tiles(m, n), multiprocessors)
+            if (splits == 1 or shares) and (passes == 1 or walks_twice(split)):
                 estimates.setdefault(split, estimate(split, rate))
     kernels: set[GemmConfig] = set()
     unsplit: set[GemmConfig] = set()  # rings that have a split among the candidates: the likeliest one of each

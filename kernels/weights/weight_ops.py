@@ -105,8 +105,10 @@ def quantize_gguf(weight: torch.Tensor, name: str) -> torch.Tensor:
     out = torch.empty(weight.shape[0], row_bytes, dtype=torch.uint8, device=weight.device)
     for rows in row_slices(weight.shape):
         values = weight[rows].float()
-        _refuse_where(~torch.isfinite(values), rows.start, "a NaN or Inf")
-        _refuse_where(values.abs() > _LARGEST, rows.start, f"a value beyond {_LARGEST}, too large for {name},")
+        too_large = f"a value beyond {_LARGEST}, too large for {name},"
+        for wrong, what in ((~torch.isfinite(values), "a NaN or Inf"), (values.abs() > _LARGEST, too_large)):
+            if bool(wrong.any()):
+                raise ValueError(f"weight has {what} in output channel {rows.start + int(wrong.nonzero()[0, 0])}")
         out[rows] = blocks.quantize(values).flatten(1)
     return out
 
@@ -170,12 +172,6 @@ def gguf_to_int8(blocks: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.T
     of_blocks = scale.repeat_interleave(blocks.shape[1] // form.bytes)
     q = expand_gguf.at_once(blocks.reshape(-1, form.bytes), name, of_blocks)
     return q.view(_weight_shape(blocks, form)), scale
-
-
-def _refuse_where(wrong: torch.Tensor, first: int, complaint: str) -> None:
-    """Raise ValueError with the channel, counted from `first`, where any of `wrong` [rows, K] is true."""
-    if bool(wrong.any()):
-        raise ValueError(f"weight has {complaint} in output channel {first + int(wrong.nonzero()[0, 0])}")
 
 
 def _weight_shape(blocks: torch.Tensor, form: GGUFFormat) -> tuple[int, int]:
