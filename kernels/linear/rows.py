@@ -24,7 +24,7 @@ _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 SMALLEST_SCALE_CONSTEXPR = tl.constexpr(SMALLEST_SCALE)
 _REMAINDER_STEPS = tl.constexpr(float(REMAINDER_STEPS))
-# Whether Triton's interpreter runs the kernels, which decides that where they are defined.
+# Whether Triton's interpreter runs the kernels: fixed when they are defined.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 # Longer rows do not fit one program's registers and are read twice, the second time from cache.

@@ -138,17 +138,15 @@ class Trial:
 
     def _judge(self) -> None:
         """Read the times of a round, and keep them or begin a closer look."""
-        times: dict[GemmConfig, list[tuple[int, float]]] = {config: [] for config in self._round}
-        for config, m, span in self.spans:
-            times[config].append((m, self.watch.milliseconds(span)))
+        times = {
+            config: [(m, self.watch.milliseconds(span)) for timed, m, span in self.spans if timed == config][_UNTIMED:]
+            for config in self._round
+        }
         rule, *others = self._round
-        of_rule: dict[int, list[float]] = {}
-        for m, time in times[rule][_UNTIMED:]:
-            of_rule.setdefault(m, []).append(time)
-        usual = {m: _typical(each) for m, each in of_rule.items()}
+        usual = {m: _typical([time for rows, time in times[rule] if rows == m]) for m, _ in times[rule]}
         shares = {}
         for config in others:
-            each = [time / usual[m] for m, time in times[config][_UNTIMED:] if m in usual]
+            each = [time / usual[m] for m, time in times[config] if m in usual]
             if each:  # none where its launches failed
                 shares[config] = _typical(each)
         near = [] if self._is_final else [config for config in shares if shares[config] <= _WITHIN_REACH]

@@ -30,7 +30,7 @@ _LARGEST = 63 * int(torch.finfo(torch.float16).max)
 def requantize_weight(
     w: torch.Tensor, transform: ChannelTransform = UNCHANGED, seed: int | None = None
 ) -> Operation[tuple[torch.Tensor, torch.Tensor]]:
-    """Quantize a weight that changes while a model runs, as `quantize_weight` does: on a GPU without a wait for it.
+    """Quantize a weight that changes while a model runs, as `quantize_weight` does: on a GPU one kernel, and no wait.
 
     Args:
         w: [N, K] bf16, fp16 or fp32.
