@@ -177,7 +177,8 @@ class Tuner:
         self._watch = watch or Stopwatch(torch.device("cuda"))
         self._settled: dict[TuningKey, GemmConfig] = {}
         self._trials: dict[TuningKey, Trial] = {}
-        self._kept: dict[TuningKey, Tried] = {}
+        self._kept: dict[TuningKey, Tried] = {}  # all that is known, and what this process found of it
+        self._found: dict[TuningKey, Tried] = {}
         self._caches: dict[str, TuningCache] = {}
         self._unwritten: set[str] = set()  # cards of which more is known than is on disk
         self._lock = threading.Lock()
@@ -313,15 +314,15 @@ class Tuner:
 
     def _keep(self, key: TuningKey, tried: Tried) -> None:
         """Remember what is known, on disk in the background, since other processes may hold the file."""
-        self._kept[key] = tried
+        self._kept[key] = self._found[key] = tried
         if key.device not in self._unwritten:
             self._unwritten.add(key.device)
             beside_calls.submit(-1, functools.partial(self._write, key.device))
 
     def _write(self, card: str) -> None:
-        self._unwritten.discard(card)  # before the copy: what is kept from now on is written by another task
-        kept = self._kept.copy()
-        self._cache(card).add({key: tried for key, tried in kept.items() if key.device == card})
+        self._unwritten.discard(card)  # before the copy: what is found from now on is written by another task
+        found = self._found.copy()
+        self._cache(card).add({key: tried for key, tried in found.items() if key.device == card})
 
     def _cache(self, card: str) -> TuningCache:
         return self._caches.setdefault(card, TuningCache(card))

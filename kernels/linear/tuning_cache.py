@@ -92,20 +92,16 @@ class TuningCache:
         return {}
 
     def add(self, found: Mapping[TuningKey, Tried]) -> None:
-        """Write results beside those of other processes. Of one key's the settled ones stay, then those of most
-        configurations."""
+        """Write what this process found beside the results of others, which stay where only those are settled."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock = f"{self.path}.lock"
             if os.path.islink(lock):  # earlier versions of filelock follow it
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), lock)
             with FileLock(lock, timeout=_LOCK_SECONDS):
-                results = self._load()
-                for key, tried in found.items():
-                    there = results.get(key, Tried({}))
-                    if (tried.settled, len(tried.times)) >= (there.settled, len(there.times)):
-                        results[key] = tried
-                entries = []
+                there, entries = self._load(), []
+                settled = {key for key, tried in there.items() if tried.settled}
+                results = there | {key: t for key, t in found.items() if t.settled or key not in settled}
                 for key, tried in results.items():
                     times = [{**vars(config), "time": round(time, 4)} for config, time in tried.times.items()]
                     sizes = {name: getattr(key, name) for name in _SIZES}

@@ -560,6 +560,26 @@ def test_a_candidate_that_cannot_run_is_skipped(card, place, error):
     assert card.launches.count(CONFIGS[place]) == 1
 
 
+def test_what_stays_no_more_is_replaced_on_disk(card):
+    """Fewer configurations are known of it then: the file's entry is no better for that."""
+    card.choose()
+    card.times[CONFIGS[1]] = WrongResult()
+    assert card.choose() == CONFIGS[2]
+    card.launches = []
+    assert card.choose() == CONFIGS[2] and CONFIGS[1] not in card.launches
+
+
+def test_what_others_replaced_is_not_written_again(card):
+    reader = card.tuner()
+    card.choose()
+    card.choose(tuner=reader)
+    card.times[CONFIGS[1]] = WrongResult()
+    card.choose()
+    card.choose(dataclasses.replace(KEY, n=128), reader)
+    card.launches = []
+    assert card.choose() == CONFIGS[2] and CONFIGS[1] not in card.launches
+
+
 @pytest.mark.parametrize("tuning", ["on", "off"])
 def test_no_candidate_runs(card, monkeypatch, tuning):
     monkeypatch.setenv("INT8_DIT_TUNING", tuning)
