@@ -122,7 +122,7 @@ _CODE_ROUNDING = row_launcher(round_to_codes_kernel)
 def launch_column_rounding(
     target: torch.Tensor, scale: torch.Tensor, feedback: torch.Tensor, codebook: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    """Launch the kernel on the arguments of `round_columns`; what RoundedColumns holds."""
+    """Launch the kernel on the arguments of `round_columns`; return what it returns."""
     rows, columns = target.shape
     operands = [tensor.contiguous() for tensor in (target, scale, feedback)]
     q = torch.empty(target.shape, dtype=torch.int8, device=target.device)

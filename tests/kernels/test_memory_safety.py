@@ -19,8 +19,7 @@ from dataclasses import replace
 
 import torch
 from kernels import ChannelTransform, int8_linear, quantize_weight
-from kernels.quantization.weight_rounding import quantize_to_codes
-from kernels.quantization.column_feedback import round_columns
+from kernels.quantization.weight_rounding import quantize_to_codes, round_columns
 from kernels.linear.gemm import launch_config
 from kernels.linear.gemm_kernel import Operands
 from kernels.linear.tiles import GemmConfig
