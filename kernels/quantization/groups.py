@@ -4,7 +4,7 @@ both or neither), and all linears quantized with the one that loses least."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -22,7 +22,7 @@ ALPHAS = tuple(step / 10 for step in range(11))
 # Of ComfyUI's ConvRot; what its channels do not divide into uses the next smaller power of 4.
 _ROTATION_GROUPS = (256, 64)
 FloatWeight = Callable[[], torch.Tensor]
-"""Puts a weight [N, K], bf16, fp16 or fp32, on the device that shall do the work; called when it is needed."""
+"""Loads a weight [N, K], bf16, fp16 or fp32, to the device that shall do the work; called when it is needed."""
 
 
 @dataclass(frozen=True)
@@ -37,23 +37,16 @@ class TransformPlan:
         smooth = [] if self.alpha is None else [f"smooth {self.alpha:g}"]
         return " + ".join([*smooth, *([] if self.rotation_group is None else ["rotate"])]) or "none"
 
-    def with_factors(self, factors: Mapping[float, torch.Tensor]) -> ChannelTransform:
-        """The transform with its smoothing factors [K], which are given by alpha.
-
-        Raises KeyError where they are missing.
-        """
-        return ChannelTransform(None if self.alpha is None else factors[self.alpha], self.rotation_group)
-
 
 def rotation_group_of(channels: int) -> int | None:
-    """Channels per Hadamard group for a linear with this many input channels; None where no usual group fits."""
+    """Return the channels per Hadamard group for so many input channels; None where no usual group fits."""
     return next((group for group in _ROTATION_GROUPS if channels % group == 0), None)
 
 
 def transform_candidates(
     method: str, alphas: Sequence[float], channels: int, activation_bits: int = 8
 ) -> list[TransformPlan]:
-    """The transforms among which a method chooses for a linear, the one to be at least as good as first.
+    """Return the transforms among which a method chooses for a linear; its choice loses no more than the first.
 
     Args:
         method: one of METHODS.
@@ -69,18 +62,16 @@ def transform_candidates(
     if activation_bits == 16:
         method, alphas = "best per layer", [*alphas, *ALPHAS] if alphas else []
     group = rotation_group_of(channels)
-    smoothed = [TransformPlan(alpha) for alpha in alphas]
-    both = [TransformPlan(alpha, group) for alpha in alphas]
-    if method == "smooth":
-        return smoothed or [TransformPlan()]
-    if method == "rotate":
-        return [TransformPlan(None, group)]
-    if method == "smooth + rotate":
-        return both or [TransformPlan(None, group)]
-    if method == "best per layer":
+    smoothed, both = ([TransformPlan(alpha, each) for alpha in alphas] for each in (None, group))
+    plain, rotated = TransformPlan(), TransformPlan(None, group)
+    return {
         # Without a group, `both` is `smoothed` again.
-        return list(dict.fromkeys([*smoothed[:1], TransformPlan(), *smoothed, TransformPlan(None, group), *both]))
-    return [TransformPlan()]
+        "best per layer": list(dict.fromkeys([*smoothed[:1], plain, *smoothed, rotated, *both])),
+        "smooth": smoothed or [plain],
+        "rotate": [rotated],
+        "smooth + rotate": both or [rotated],
+        "none": [plain],
+    }[method]
 
 
 @dataclass(frozen=True)
@@ -130,7 +121,7 @@ def quantize_group(
 ) -> dict[str, QuantizedLinear]:
     """Quantize linears that read the same input, all with the same transform and the same smoothing factors.
 
-    Of several candidates the one is taken whose worst ratio to the first candidate's error, over the linears, is
+    Of several candidates it takes the one whose worst ratio to the first candidate's error, over the linears, is
     smallest: no linear loses more than with the first candidate. One weight is on the device at a time.
 
     Args:
@@ -147,28 +138,24 @@ def quantize_group(
     Raises ValueError naming the linear whose weight holds a NaN or Inf, or if a candidate smooths and nothing was
     recorded.
     """
-    if len(weights) == 1:
-        ((name, load),) = weights.items()
-        with naming_layer(name):
-            only = load()
-        weights = {name: lambda: only}
+    if len(weights) == 1:  # which is loaded once
+        weights = {name: cache(load) for name, load in weights.items()}
     factors = _factors(weights, candidates, statistics)
-    transforms = [candidate.with_factors(factors) for candidate in candidates]
+    transforms = [ChannelTransform(factors.get(plan.alpha), plan.rotation_group) for plan in candidates]
     parts = statistics.sample.parts if rounding == "calibrated" and statistics is not None else []
     calibrated = [CalibratedRounding(parts, transform, activation_bits, in_codes) for transform in transforms]
+    plain = transforms[0] if in_codes else UNCHANGED
 
     results: dict[str, QuantizedLinear] = {}
-    plain_errors: dict[str, float] = {}
-    errors: dict[str, list[float]] = {}
+    errors: dict[str, list[float]] = {}  # with the plain transform, then with each candidate
 
-    def nearest(weight: torch.Tensor, transform: ChannelTransform) -> RoundedWeight:
+    def nearest(weight: torch.Tensor, transform: ChannelTransform, clip: bool) -> RoundedWeight:
         if in_codes:
-            assert transform.rotation_group is not None
             return quantize_to_codes(weight, transform.rotation_group)
-        return RoundedWeight(*quantize_weight(weight, transform, clip=clip))
+        return RoundedWeight(*quantize_weight(weight, transform, clip))
 
     def finish(name: str, weight: torch.Tensor, rounded: RoundedWeight, chosen: int) -> None:
-        error, nearest_error = errors[name][chosen], None
+        plain_error, error, nearest_error = errors[name][0], errors[name][1 + chosen], None
         better = calibrated[chosen].improve(weight, rounded)
         if better is not None:
             (rounded, ratio), nearest_error = better, error
@@ -176,16 +163,10 @@ def quantize_group(
         # A copy for each: linears of a group must not hold one and the same vector.
         smooth = transforms[chosen].smooth
         smooth = None if smooth is None else smooth.to("cpu", copy=True)
-        results[name] = QuantizedLinear(
-            rounded.q.cpu() if rounded.codes is None else rounded.codes.cpu(),
-            rounded.scale.cpu(),
-            ChannelTransform(smooth, transforms[chosen].rotation_group),
-            candidates[chosen],
-            error,
-            plain_errors[name],
-            activation_bits,
-            nearest_error,
-        )
+        transform = ChannelTransform(smooth, transforms[chosen].rotation_group)
+        held = rounded.q if rounded.codes is None else rounded.codes
+        made = held.cpu(), rounded.scale.cpu(), transform, candidates[chosen]
+        results[name] = QuantizedLinear(*made, error, plain_error, activation_bits, nearest_error)
 
     for name, load in weights.items():
         with naming_layer(name):
@@ -193,14 +174,13 @@ def quantize_group(
             error_of = partial(relative_rounding_error, weight)
             if statistics is not None:
                 error_of = partial(OutputError(statistics.sample.rows, weight).of, activation_bits=activation_bits)
-            rounded = nearest(weight, transforms[0]) if in_codes else RoundedWeight(*quantize_weight(weight))
-            plain_errors[name] = error_of(rounded.q, rounded.scale, transforms[0] if in_codes else UNCHANGED)
-            errors[name] = []
+            rounded = nearest(weight, plain, clip=False)
+            errors[name] = [error_of(rounded.q, rounded.scale, plain)]
             for candidate, transform in zip(candidates, transforms, strict=True):
                 if in_codes or (candidate == TransformPlan() and not clip):
-                    errors[name].append(plain_errors[name])
+                    errors[name].append(errors[name][0])
                 else:
-                    rounded = nearest(weight, transform)
+                    rounded = nearest(weight, transform, clip)
                     errors[name].append(error_of(rounded.q, rounded.scale, transform))
             if len(candidates) == 1:
                 finish(name, weight, rounded, 0)
@@ -208,17 +188,19 @@ def quantize_group(
     if results:
         return results
 
-    chosen = least_worst(list(errors.values()))
+    chosen = least_worst([own for _, *own in errors.values()])
     for name, load in weights.items():
         weight = load()
-        finish(name, weight, nearest(weight, transforms[chosen]), chosen)
+        finish(name, weight, nearest(weight, transforms[chosen], clip), chosen)
         del weight
     return results
 
 
 def least_worst(errors: Sequence[Sequence[float]]) -> int:
-    """The candidate whose largest ratio to the first candidate's error, over the members of a group, is smallest; the
-    earlier one of two equals. errors[member][candidate] >= 0."""
+    """Return the candidate whose largest ratio to the first one's error, over the members of a group, is smallest.
+
+    Of two equals it is the earlier one. errors[member][candidate] >= 0.
+    """
 
     def worst_ratio(candidate: int) -> float:
         if any(own[0] == 0 < own[candidate] for own in errors):
@@ -230,8 +212,8 @@ def least_worst(errors: Sequence[Sequence[float]]) -> int:
 
 def _factors(
     weights: Mapping[str, FloatWeight], candidates: Sequence[TransformPlan], statistics: ActivationStatistics | None
-) -> dict[float, torch.Tensor]:
-    """The smoothing factors [K] by alpha, with the largest weights of the whole group."""
+) -> dict[float | None, torch.Tensor]:
+    """Return the smoothing factors [K] by alpha, with the largest weights of the whole group."""
     alphas = {candidate.alpha for candidate in candidates if candidate.alpha is not None}
     if not alphas:
         return {}
