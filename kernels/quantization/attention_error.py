@@ -1,4 +1,4 @@
-"""What INT8 attention costs a layer: its output beside the exact one, for some queries of each call and all keys."""
+"""The error that INT8 attention brings to a layer, measured on some queries of each call and all keys."""
 
 import math
 from typing import Any
@@ -8,17 +8,15 @@ import torch.nn.functional as F
 
 from ..attention.int8_attention import int8_attention
 
-QUERIES = 64
-"""As many queries of a sample and head are compared in each call."""
-
-_EVERY = 5
-"""Of the calls that are offered the first is compared, and each fifth after it: to compare all takes a third of a
-sampling's time. Both branches of CFG, and two attentions of a block, come equally often."""
-
 MOST_ATTENTION_ERROR = 0.03
 """A layer to whose attention INT8 brings a larger relative error keeps exact attention. On normal data it is 0.010:
 three times that is no longer rounding alone, but inputs that INT8 does not suit."""
 
+# Of a sample and head, in each call.
+_QUERIES = 64
+# Of the calls that are offered the first is compared, and each fifth after it: to compare all takes a third of a
+# sampling's time. Both branches of CFG, and two attentions of a block, come equally often.
+_EVERY = 5
 # Elements of keys that are held in float32 at a time.
 _MOST_ELEMENTS = 1 << 25
 # The relative error of an output that is no number.
@@ -33,7 +31,7 @@ class AttentionError:
     """
 
     def __init__(self, calls: int = 0, lost: float = 0.0, output: float = 0.0) -> None:
-        """`lost` and `output` are what `sums` says of another. Raises ValueError for what no calls leave behind."""
+        """`lost` and `output` are the `sums` of another. Raises ValueError for sums that no calls leave behind."""
         if calls < 0 or not (0 <= lost < math.inf and 0 <= output < math.inf) or (calls == 0 and lost + output > 0):
             raise ValueError(f"{calls} calls with squares of {lost} and {output}")
         self.calls = calls
@@ -42,7 +40,7 @@ class AttentionError:
         self._output: torch.Tensor | float = output
 
     def offer(self, *call: Any) -> None:
-        """Compare a call, as `update` does, or leave it out: enough of many are compared."""
+        """Compare the first call and each fifth after it, as `update` does."""
         if self._offered % _EVERY == 0:
             self.update(*call)
         self._offered += 1
@@ -55,12 +53,12 @@ class AttentionError:
         mask: torch.Tensor | None = None,
         scale: float | None = None,
     ) -> None:
-        """Compare one call, of which it takes what `int8_attention` takes. Nothing waits for the device.
+        """Compare one call, with the arguments of `int8_attention`. Nothing waits for the device.
 
-        A call whose exact output holds a NaN or Inf shows nothing.
+        A call whose exact output holds a NaN or Inf adds to `calls` alone.
         """
         tokens = q.shape[2]
-        rows = torch.arange(0, tokens, -(-tokens // QUERIES), device=q.device)
+        rows = torch.arange(0, tokens, -(-tokens // _QUERIES), device=q.device)
         q = q.index_select(2, rows)
         if mask is not None:
             mask = mask.index_select(-2, rows) if mask.shape[-2] == tokens > 1 else mask
@@ -85,24 +83,24 @@ class AttentionError:
 
     @property
     def sums(self) -> tuple[float, float]:
-        """The squares of all that was lost, and of all outputs, each summed up."""
+        """The sums of the squares of all errors, and of all outputs."""
         return float(self._lost), float(self._output)
 
     @property
     def error(self) -> float:
-        """The error relative to the outputs; 0 where these are all zero."""
+        """The error relative to the outputs; 0 where they are all zero."""
         lost, output = self.sums
         return math.sqrt(lost / output) if output > 0 else 0.0
 
     @classmethod
     def merged(cls, several: "list[AttentionError]") -> "AttentionError":
-        """The error of all calls that went into several."""
+        """Return the error of all calls that went into several."""
         sums = [one.sums for one in several]
         return cls(sum(one.calls for one in several), sum(lost for lost, _ in sums), sum(output for _, output in sums))
 
 
 def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None):
-    """Heads, as a slice of q's, and their exact output in float32; of q [H, T, D] and k, v of perhaps fewer heads."""
+    """Yield slices of the heads of q [H, T, D], each with its exact output in float32; k and v may have fewer heads."""
     group = len(q) // len(k)
     step = max(1, _MOST_ELEMENTS // max(1, k[0].numel()))
     for first in range(0, len(k), step):
@@ -110,7 +108,5 @@ def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
         heads = slice(first * group, first * group + len(keys))
         own = mask if mask is None or len(mask) == 1 else mask[heads]
         own = own if own is None or own.dtype == torch.bool else own.float()
-        yield (
-            heads,
-            F.scaled_dot_product_attention(q[heads].float()[None], keys[None], values[None], own, scale=scale)[0],
-        )
+        queries = q[heads].float()
+        yield heads, F.scaled_dot_product_attention(queries[None], keys[None], values[None], own, scale=scale)[0]

@@ -1,4 +1,4 @@
-"""How much of a linear's output is lost to INT8: measured on sampled inputs, or bounded by its weights alone."""
+"""The error that INT8 brings to a linear: of its output on sampled inputs, or of its weight alone."""
 
 import math
 from typing import Any
@@ -27,7 +27,7 @@ class OutputError:
         self._norm = float(torch.linalg.vector_norm(self._exact, dtype=torch.float64))
 
     def of(self, *quantized: Any, **bits: int) -> float:
-        """||Y' - Y|| / ||Y||, of what `squares` takes; 0 where Y is zero."""
+        """Return ||Y' - Y|| / ||Y||, with the arguments of `squares`; 0 where Y is zero."""
         squares = self.squares(*quantized, **bits)
         return math.sqrt(squares) / self._norm if self._norm > 0 else 0.0
 
@@ -38,7 +38,7 @@ class OutputError:
         transform: ChannelTransform = UNCHANGED,
         activation_bits: int = 8,
     ) -> float:
-        """||Y' - Y||^2, which adds up over rows, Y = rows . w^T and Y' what the INT8 linear makes of the rows.
+        """Return ||Y' - Y||^2, which adds up over rows: Y = rows . w^T, and Y' is the INT8 linear's output.
 
         q [N, K] and scale [N] are `quantize_weight`'s for this `transform`; `activation_bits` is 8 or 16. Raises
         ValueError where Y holds a NaN or Inf.
@@ -62,9 +62,9 @@ class OutputError:
 def relative_rounding_error(
     w: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, transform: ChannelTransform = UNCHANGED
 ) -> float:
-    """||W - Q(W)|| / ||W|| of a weight [N, K] and its INT8 form; 0 for a weight of zeros.
+    """Return ||W - Q(W)|| / ||W|| of a weight [N, K] and its INT8 form; 0 for a weight of zeros.
 
-    It stands in for the output error where no activations were seen.
+    It replaces the output error where no activations were seen.
     """
     squares = torch.zeros((), dtype=torch.float64, device=w.device)
     for channels in row_slices(w.shape):

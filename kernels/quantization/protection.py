@@ -1,8 +1,7 @@
 """Which layers are protected from 8-bit activations: the most fragile ones, as many as a rule asks for.
 
-A layer's fragility is the error that plain INT8, without smoothing or rotation, brings to its output. What smoothing
-leaves of it is measured on the same inputs that the smoothing was fitted to, so it says less about a layer that lives
-by it.
+A layer's fragility is the error that plain INT8, without smoothing or rotation, brings to its output. The error with
+smoothing is measured on the inputs that the smoothing was fitted to, so it says less about a layer that needs it.
 """
 
 from collections.abc import Mapping
@@ -33,11 +32,11 @@ class Protection:
             raise ValueError(f"the {self.kind} to protect must be between {low} and {high}, got {self.value}")
 
     def accepts(self, error: float) -> bool:
-        """Whether a protected layer may lose this much, relative to its output: an error budget holds for it too."""
+        """Whether a protected layer may have this relative error: an error budget holds for it too."""
         return self.kind != "error" or error <= self.value
 
     def choose(self, fragility: Mapping[str, float], errors: Mapping[str, float], linears: int) -> tuple[str, ...]:
-        """The layers to protect, the most fragile first; ties are broken by name.
+        """Return the layers to protect, the most fragile first; ties are broken by name.
 
         Args:
             fragility: of each layer that can be quantized.

@@ -16,16 +16,9 @@ def check_alpha(alpha: float) -> None:
 
 
 def channel_absmax(w: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of each input channel of a weight.
+    """Return the largest magnitude of each input channel of a weight [N, K], bf16, fp16 or fp32: float32 [K].
 
-    Args:
-        w: [N, K] bf16, fp16 or fp32.
-
-    Returns:
-        float32 [K] on the weight's device.
-
-    Raises:
-        TypeError, ValueError: wrong dtype or shape; NaN or Inf in the weight.
+    Raises TypeError or ValueError for a wrong dtype or shape, and for NaN or Inf in the weight.
     """
     check_matrix("w", w)
     absmax = torch.linalg.vector_norm(w, ord=torch.inf, dim=0).float()  # no copy of the weight
@@ -36,24 +29,19 @@ def channel_absmax(w: torch.Tensor) -> torch.Tensor:
 
 
 def smoothing_factors(activation_absmax: torch.Tensor, weight_absmax: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Per-channel factors s_j = max|X_j|^alpha / max|W_j|^(1 - alpha).
+    """Return per-channel factors s_j = max|X_j|^alpha / max|W_j|^(1 - alpha): float32 [K], positive and finite.
 
     Activations are divided by s and weight columns multiplied by it. alpha = 1 makes every activation channel equally
     large and leaves the outliers to the weight; alpha = 0 does the opposite. A channel that is zero in the weight gets
-    the factor that makes its activations as large as those of the others are in the median, so that they do not widen
-    the range that all are rounded in; one that is zero in the activations, the same for its weights; one that is zero
-    in both, 1.
+    the factor that makes its activations as large as the others' median. So they do not widen the range that all are
+    rounded in. One that is zero in the activations gets the same for its weights; one that is zero in both, 1.
 
     Args:
         activation_absmax: [K] largest magnitude of each input channel seen in calibration.
         weight_absmax: [K] largest magnitude of each weight column, over all the weights that are to share the factors.
         alpha: migration strength in 0..1.
 
-    Returns:
-        float32 [K], positive and finite.
-
-    Raises:
-        TypeError, ValueError: alpha outside 0..1, lengths that differ, NaN or Inf in the statistics.
+    Raises TypeError or ValueError for alpha outside 0..1, lengths that differ, NaN or Inf in the statistics.
     """
     check_alpha(alpha)
     if activation_absmax.ndim != 1:
@@ -79,20 +67,17 @@ def smoothing_factors(activation_absmax: torch.Tensor, weight_absmax: torch.Tens
 
 
 def divide_rows(tensor: torch.Tensor, smooth: torch.Tensor) -> torch.Tensor:
-    """The producer's weight [K, ...], scale or bias [K, ...] with row j divided by smooth[j]; smooth is [K].
-
-    For a norm's weight, for the rows of a linear that are the input's channels, and for their INT8 scales.
-    """
+    """Divide row j of a norm's or linear's weight, scale or bias [K, ...] by smooth[j]; smooth is [K]."""
     column = smooth.to(tensor.device).float().reshape(-1, *(1,) * (tensor.ndim - 1))
     return (tensor.float() / column).to(tensor.dtype)
 
 
 def divide_modulation_scale(bias: torch.Tensor, smooth: torch.Tensor) -> torch.Tensor:
-    """The bias [K] of a modulation's scale, which multiplies as 1 + scale: (1 + b) / s - 1."""
+    """Divide a modulation's scale, which multiplies as 1 + scale, in its bias [K]: return (1 + b) / s - 1."""
     smooth = smooth.to(bias.device).float()
     return ((1.0 + bias.float()) / smooth - 1.0).to(bias.dtype)
 
 
 def multiply_columns(w: torch.Tensor, smooth: torch.Tensor) -> torch.Tensor:
-    """The weight [N, K] of a float linear that reads the divided input: column j times smooth[j]."""
+    """Multiply column j of the weight [N, K] of a float linear that reads the divided input by smooth[j]."""
     return (w.float() * smooth.to(w.device).float()).to(w.dtype)

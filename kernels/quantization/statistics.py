@@ -1,4 +1,4 @@
-"""What is learned about a linear from the inputs it gets while the model samples: ranges, spikiness, example rows."""
+"""Statistics of a linear's inputs while the model samples: ranges, spikiness, example rows."""
 
 import math
 import random
@@ -11,22 +11,21 @@ ROWS_PER_CALL = 8
 """With 8, the word model's velocities lose 0.65 of what rounding its weights to the nearest of 4 bits loses. With 16,
 at twice the memory, they lose 0.60."""
 
-# Calls whose channel magnitudes are kept back to be summed up together: fewer, larger operations on the device.
+# Calls whose channel magnitudes are summed up together: fewer, larger operations on the device.
 _CALLS_TOGETHER = 16
 # Squares of sums of products with larger values leave float32, and errors are sums of squares.
 _LARGEST = 2.0**40
 _MOST_CALLS = 1 << 53
-# Where more than half of the channels are zero in a call, no channel can be said to stand out by any number.
+# Where more than half of the channels are zero in a call, the median is zero too.
 _LARGEST_SPIKINESS = 1e6
 
 
 class RowSample:
     """At most `SAMPLED_CALLS` x `ROWS_PER_CALL` rows of a linear's inputs, whatever the number of calls.
 
-    Calls are drawn by reservoir sampling (Vitter 1985, Algorithm R): each call so far is equally likely to be in it, so
-    that all denoising steps, prompts and guidance branches count alike. The rows of a call are equally spaced from a
-    random start, which draws image tokens from all over the image. The draws depend on the number of calls and rows
-    alone: the same calls give the same sample.
+    Calls are drawn by reservoir sampling (Vitter 1985, Algorithm R): each call so far is equally likely to be in it. So
+    all denoising steps, prompts and guidance branches count alike. The rows of a call are equally spaced from a random
+    start: image tokens come from all over the image. The same numbers of calls and rows give the same draws.
 
     Attributes:
         calls: number of calls offered.
@@ -55,7 +54,7 @@ class RowSample:
     def to_host(self) -> None:
         """Move the rows to host memory, in place, in one copy: many small ones take as long as the sampling."""
         away = [part.device for part in self.parts if part.device.type != "cpu"]
-        if away:  # with those that are there: their block holds rows, too, that have been replaced
+        if away:  # with those in host memory: their block also holds rows that have been replaced
             rows = torch.cat([part.to(away[0]) for part in self.parts]).cpu()
             self.parts = list(rows.split([part.shape[0] for part in self.parts]))
 
@@ -68,12 +67,10 @@ class RowSample:
 
     @classmethod
     def merged(cls, samples: Sequence["RowSample"]) -> "RowSample":
-        """One sample for all calls that went into several, each with a share by its number of calls; not to be offered
-        more."""
+        """Return one sample of all calls that went into several, each with a share by its calls; offer it no more."""
         total = sum(sample.calls for sample in samples)
         draw = random.Random(0)
-        # Systematic sampling: at equal steps through all calls from a random start, so that of many that are merged
-        # none comes first.
+        # Systematic sampling, at equal steps through all calls from a random start: none of many comes first.
         step = max(1.0, total / SAMPLED_CALLS)
         position = step * draw.random()
         end, parts = 0, []
@@ -89,8 +86,7 @@ class RowSample:
 
 
 class ActivationStatistics:
-    """Statistics of one linear's input, gathered call by call on the device the input lives on, which is the same until
-    they are taken to the host.
+    """Statistics of one linear's input, gathered call by call on the input's device, the same until `to_host`.
 
     Attributes:
         calls: number of inputs seen.
@@ -104,17 +100,14 @@ class ActivationStatistics:
         absmax: torch.Tensor | None = None,
         spikiness: float = 0.0,
     ) -> None:
-        """`absmax` and `spikiness`, which is summed up, are those of so many calls that were finite."""
+        """`absmax` and `spikiness`, a sum, are those of so many calls, all of them finite."""
         self.calls, self.sample, self._absmax = calls, sample or RowSample(), absmax
         self._spikiness: torch.Tensor | float = spikiness
         self._finite_calls: torch.Tensor | int = calls  # before the first that was not
         self._recent: list[torch.Tensor] = []  # channel magnitudes of calls that are not in the two above yet
 
     def update(self, x: torch.Tensor) -> None:
-        """Take in one input [..., K] of any floating dtype.
-
-        Nothing is copied to the host, so the device never waits.
-        """
+        """Take in one input [..., K] of any floating dtype. Nothing waits for the device."""
         if x.numel() == 0:
             return
         rows = x.detach().reshape(-1, x.shape[-1])
@@ -133,7 +126,7 @@ class ActivationStatistics:
         peak = magnitudes.amax(dim=1)
         spikiness = peak / magnitudes.median(dim=1).values.clamp(min=tiny)
         self._spikiness = self._spikiness + spikiness.clamp(max=_LARGEST_SPIKINESS).sum()
-        # As long as all calls before these were finite, those of these before the first that is not count too.
+        # Where all earlier calls were finite, those before the first of these that is not count too.
         finite = (peak <= _LARGEST).cumprod(dim=0).sum()
         all_before = self._finite_calls == self.calls - len(peak)
         self._finite_calls = self._finite_calls + finite * all_before
@@ -142,21 +135,19 @@ class ActivationStatistics:
 
     @property
     def absmax(self) -> torch.Tensor | None:
-        """float32 [K] largest magnitude seen in each channel, None before the first call. A NaN stays a NaN."""
+        """float32 [K], the largest magnitude of each channel; None before the first call. A NaN stays a NaN."""
         self._settle()
         return self._absmax
 
     @property
     def finite_calls(self) -> int:
-        """How many calls came before the first whose input held a NaN, an Inf or a value above 2^40; all of them where
-        none did."""
+        """How many calls came before the first with a NaN, an Inf or a value above 2^40; all where there is none."""
         self._settle()
         return int(self._finite_calls)
 
     @property
     def latest_peak(self) -> torch.Tensor | None:
-        """The largest magnitude of the latest calls as a scalar tensor, NaN or Inf if one was in them; None before the
-        first call."""
+        """Scalar tensor, the largest magnitude of the latest calls, NaN or Inf included; None before the first call."""
         if self._recent:
             return self._recent[-1].max().float()
         return None if self._absmax is None else self._absmax.max()
@@ -164,8 +155,8 @@ class ActivationStatistics:
     @property
     def spikiness(self) -> float:
         """How far the largest channel stands out: max_j a_j / median_j a_j of a call's channel magnitudes a, averaged
-        over the calls, which are the denoising steps. 1 is flat; the larger, the more of the int8 range one channel
-        takes from all others (the fragility of arXiv 2606.12280)."""
+        over the calls. 1 is flat; the larger, the more of the int8 range one channel takes from all others (the
+        fragility of arXiv 2606.12280)."""
         self._settle()
         return float(self._spikiness) / max(1, self.calls)
 
@@ -182,8 +173,10 @@ class ActivationStatistics:
     def restored(
         cls, calls: int, spikiness: float, absmax: torch.Tensor, parts: Sequence[torch.Tensor]
     ) -> "ActivationStatistics":
-        """Statistics from the values of another object's attributes, `parts` being its sample's. Raises ValueError for
-        what no calls could have left behind."""
+        """Return statistics from another object's attributes, `parts` being its sample's.
+
+        Raises ValueError for values that no calls could have left behind.
+        """
         if not 0 < calls < _MOST_CALLS or not 0 <= spikiness <= _LARGEST_SPIKINESS:
             raise ValueError(f"{calls} calls with a spikiness of {spikiness}")
         if not bool(((absmax >= 0) & (absmax <= _LARGEST)).all()):
@@ -196,8 +189,10 @@ class ActivationStatistics:
 
     @classmethod
     def merged(cls, several: Sequence["ActivationStatistics"]) -> "ActivationStatistics":
-        """The statistics of all calls that went into several, in host memory; all of them finite. Raises ValueError if
-        their channels differ in number."""
+        """Return the statistics of all calls that went into several, all finite, in host memory.
+
+        Raises ValueError if their channels differ in number.
+        """
         several = [statistics for statistics in several if statistics.calls]
         for statistics in several:
             statistics.to_host()
