@@ -1,10 +1,8 @@
 """INT8 attention for Ampere and Ada, in Gluon: keys are copied while values are multiplied, and the other way round.
 
-Triton's own pipeline begins all copies of a tile behind the products of the one before, and waits for all of them in
-front of the first product.
-
-Some keys have a scale in common: those whose products one thread has. So a thread multiplies its highest sum by it, not
-each sum, and the scales of a tile take few of its registers.
+Triton's own pipeline begins all copies of a tile after the products of the one before, and waits for all of them before
+the first product. Keys whose products one thread has share a scale. So a thread multiplies only its highest sum by it,
+and the scales of a tile take few of its registers.
 """
 
 # Gluon evaluates types and tuples while it compiles, which pyright cannot follow.
@@ -31,8 +29,8 @@ def _copy_keys(buffers, k, k_scale, first, key_tile, scale_tile):
 
 @gluon.jit
 def _by_scale(x, SHARE: gl.constexpr):
-    """x [ROWS, KEYS] as [ROWS, KEYS / SHARE, SHARE]: in windows of 4 SHARE keys, columns 2 i and 2 i + 1 of all eights,
-    which one thread has, are one after another."""
+    """Reorder x [ROWS, KEYS] to [ROWS, KEYS / SHARE, SHARE]: in windows of 4 SHARE keys, columns 2 i and 2 i + 1 of all
+    eights, which one thread has, become neighbours."""
     windows = x.reshape([x.shape[0], x.shape[1] // (4 * SHARE), SHARE // 2, 4, 2]).permute([0, 1, 3, 2, 4])
     return windows.reshape([x.shape[0], x.shape[1] // SHARE, SHARE])
 
@@ -43,10 +41,10 @@ def _attend_to_keys(
     highest, total, acc,
     RAGGED: gl.constexpr, LAST: gl.constexpr, HALF_SUMS: gl.constexpr, BUFFERS: gl.constexpr, SHARE: gl.constexpr,
 ):  # fmt: skip
-    """What the tile of keys from `first` on adds, as in attention_kernel.py; `acc` has parts of the channels, and SHARE
-    keys have a scale in common.
+    """Add the tile of keys from `first` on, as in attention_kernel.py; `acc` has parts of the channels, and SHARE keys
+    have a scale in common.
 
-    It is in `buffers`, and the next is copied into the `others`, which may be the same, unless it is the LAST.
+    The tile is in `buffers`. Unless it is the LAST, the next is copied into the `others`, which may be the same.
     """
     keys, scales = buffers
     ROWS: gl.constexpr = acc[0].shape[0]

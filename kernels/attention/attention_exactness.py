@@ -7,7 +7,7 @@ import torch
 from ..linear.exactness import WrongResult
 from .attention_operands import AttentionOperands
 
-# Queries and keys of attention: of ragged tiles, and of several.
+# Queries and keys: several tiles, the last of them ragged.
 _TOKENS = 333
 # Keys differ in a tenth of the channels or more. With such a scale that leaves other keys no probability.
 _CODE_BITS, _FAR = 9, 4.0
@@ -21,17 +21,18 @@ def check_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Compare attention with what it must be where the softmax selects one key per query: exactly that key's value.
+    """Raise WrongResult unless an attention kernel is exact. The softmax selects one key per query; the output must
+    equal its value.
 
     `attend` fills [B, H, TQ, WIDTH]. `share` keys have a scale in common, as in AttentionOperands. `scaled` says
-    whether values, of this dtype, have a scale per channel. Raises WrongResult.
+    whether values, of this dtype, have a scale per channel.
     """
     heads, kv_heads, padded = 4, 2, 512
     token, channel = torch.arange(padded, device=device), torch.arange(channels, device=device)
     code = ((token[:, None] >> channel % _CODE_BITS & 1) * 2 - 1).to(torch.int8)
     turned = torch.stack([code.roll(-7 * head, 0) for head in range(kv_heads)])  # each head its own
     group = token // (4 * share) * 4 + token % 8 // 2 if share > 1 else token
-    size = 1 << group % 3  # which the scales undo
+    size = 1 << group % 3  # undone by the scales
     seen = (token[:_TOKENS] * 5) % _TOKENS
     q = turned[:, seen].repeat_interleave(heads // kv_heads, 0)
     values = (token[:_TOKENS, None] * 7 + channel * 3) % 61 - 30 + torch.arange(kv_heads, device=device)[:, None, None]

@@ -1,5 +1,4 @@
-"""Attention with an online softmax in float32, probabilities and values in floats: of queries and keys in int8, and
-exact of wide heads."""
+"""Attention with an online softmax in float32: in INT8, and exact for wide heads."""
 
 import triton
 import triton.language as tl
@@ -10,7 +9,7 @@ def _add_values(
     acc, probabilities, shrunk, v, key, inside, v_stride, left,
     RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """acc [ROWS, PART], shrunk, with probabilities [ROWS, KEYS] times PART columns of the keys' values."""
+    """Add probabilities [ROWS, KEYS] times PART columns of the keys' values to acc [ROWS, PART], shrunk."""
     column = left + tl.arange(0, PART)
     tile = v + key[:, None].to(tl.int64) * v_stride + column[None, :]
     if RAGGED or COLUMNS % PART:
@@ -56,8 +55,8 @@ def _attend_to_keys(
     MASK: tl.constexpr, MASK_ROWS: tl.constexpr, RAGGED: tl.constexpr, HALF_SUMS: tl.constexpr,
     COLUMNS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """What KEYS keys from `first` on add to the rows: their highest logit so far, in powers of two, the sum of their
-    probabilities and the sums of values, both relative to the highest.
+    """Add KEYS keys from `first` on to the rows: to their highest logit so far, in powers of two, to the sum of their
+    probabilities and to the sums of values, both relative to the highest.
 
     MASK is "none", "bool" or "float"; MASK_ROWS "one" for a mask that is the same for all rows, "far" where offsets in
     it need 64 bits. logits float32 [ROWS, KEYS], to be multiplied by q_scale [ROWS] for powers of two. acc_right: of

@@ -1,5 +1,4 @@
-"""Launching attention with an online softmax: of queries and keys in int8, and exact of wide heads, which PyTorch's own
-kernels do badly on a card."""
+"""Launching attention with an online softmax: in INT8, and exact for wide heads, where PyTorch is slow on a card."""
 
 import functools
 import logging
@@ -31,7 +30,7 @@ class AttentionTiles:
         rows, keys: of a tile of logits.
         part: channels of a sum of values: at most `rows`, or two warps share rows on an Ampere card.
         warps, stages: as Triton has them.
-        ahead: whether a tile's products are made while the one before is worked on.
+        ahead: whether a tile's products are computed while the one before is worked on.
         share: keys that have a scale in common, in Gluon.
     """
 
@@ -51,13 +50,9 @@ _AMPERE_TILES = {
     128: AttentionTiles(64, 64, 64, 4, 2, ahead=True),
     256: AttentionTiles(128, 32, 128, 8, 3, ahead=True),
 }
-_HOPPER_TILES = {
-    32: AttentionTiles(64, 128, 32, 4, 2),
-    64: AttentionTiles(64, 128, 64, 4, 2),
-    128: AttentionTiles(64, 128, 128, 4, 2),
-    256: AttentionTiles(128, 64, 256, 8, 3),
+_TILES = {
+    (9, 0): _AMPERE_TILES | {128: AttentionTiles(64, 128, 128, 4, 2), 256: AttentionTiles(128, 64, 256, 8, 3)},
 }
-_TILES = {(9, 0): _HOPPER_TILES}
 # Of the kernel in Gluon, which takes no mask; `stages` are its buffers of keys. With all sums in float32 wide heads do
 # not fit an A100's registers.
 _GEFORCE_GLUON_TILES = {
@@ -87,7 +82,7 @@ _HALF_SUMS = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
 def mask_kind(mask: torch.Tensor | None) -> tuple[str, str]:
-    """The kernels' constants MASK and MASK_ROWS for a mask [B, H, TQ, TK]."""
+    """Return the kernels' constants MASK and MASK_ROWS for a mask [B, H, TQ, TK]."""
     if mask is None:
         return "none", "one"
     rows, keys, far = mask.stride(2), mask.stride(3), 2**31
@@ -102,7 +97,7 @@ def tiles_for(
     heads_of: tuple[int, int] = (0, 0),
     multiprocessors: int = 1,
 ) -> AttentionTiles:
-    """The tiles of a card by its compute capability, for heads of so many channels, padded to a power of two.
+    """Return the tiles for a compute capability and heads of so many channels, padded to a power of two.
 
     A mask with a number for each query takes the registers of half of a tile. `heads_of` are the heads of all samples
     and the queries of one, on a card of so many multiprocessors.
@@ -120,18 +115,12 @@ def tiles_for(
 
 
 def gluon_tiles_for(capability: tuple[int, int], channels: int) -> AttentionTiles | None:
-    """The tiles of INT8 attention without a mask where the kernel in Gluon computes it, or None."""
+    """Return the tiles of INT8 attention without a mask for the kernel in Gluon, None where it has none."""
     return _GLUON_TILES.get(capability, {}).get(channels) if HAS_GLUON else None
 
 
-def float_tiles_for(capability: tuple[int, int], mask: tuple[str, str] = ("none", "one")) -> AttentionTiles:
-    """The tiles of exact attention on a card by its compute capability."""
-    tiles = _FLOAT_TILES.get(capability, _AMPERE_FLOAT_TILES)
-    return tiles if mask[1] == "one" else replace(tiles, keys=min(tiles.keys, 32), stages=2)
-
-
 def _fills(tiles: AttentionTiles, heads: int, queries: int, multiprocessors: int) -> bool:
-    """Whether the last round of a call's programs leaves few places on the multiprocessors free, of those of all."""
+    """Whether a call's programs fill most places that the multiprocessors have in all of its rounds."""
     programs, places = heads * -(-queries // tiles.rows), _RESIDENT * multiprocessors
     return programs >= _FILLED * places * -(-programs // places) > 0
 
@@ -139,7 +128,7 @@ def _fills(tiles: AttentionTiles, heads: int, queries: int, multiprocessors: int
 def attention_constants(
     tiles: AttentionTiles, int8: bool, width: int, mask: tuple[str, str], ragged: bool, half_sums: bool, scaled: bool
 ) -> Build:
-    """The kernel's constants and compilation options."""
+    """Return the kernel's constants and compilation options."""
     channels = padded_width(width) if int8 else WIDEST_HEAD
     form = (int8, *mask, ragged, half_sums, scaled, width, channels if scaled else width, channels, tiles.part)
     constants = (*form, tiles.rows, tiles.keys, tiles.stages, tiles.ahead)
@@ -156,7 +145,7 @@ _ATTENTION = Launcher(attention_kernel, attention_constants)
 
 @functools.cache
 def _ampere_attention() -> Launcher:
-    """That of the kernel in Gluon, which can be defined where Gluon is as assumed."""
+    """Return the launcher of the kernel in Gluon, which can be defined only where Gluon is as assumed."""
     from .ampere_attention_kernel import ampere_attention_kernel
 
     def constants(tiles: AttentionTiles, width: int, ragged: bool, half_sums: bool, scaled: bool) -> Build:
@@ -182,7 +171,7 @@ def _in_pieces_of_16_bytes(v: torch.Tensor) -> bool:
 def _is_right(
     tiles: AttentionTiles, half_sums: bool, scaled: bool, width: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether the kernel in Gluon computes on this card what it should, found out once for values of WIDTH channels."""
+    """Whether the kernel in Gluon is exact on this card, found out once for values of WIDTH channels."""
 
     def found() -> bool:
         try:
@@ -196,17 +185,15 @@ def _is_right(
             return False
         return True
 
-    key = (check_attention, tiles, half_sums, scaled, dtype, width, device)
-    return asked_once(key, device, found)
+    return asked_once((check_attention, tiles, half_sums, scaled, dtype, width, device), device, found)
 
 
 def _usable_gluon_tiles(v: torch.Tensor, channels: int, half_sums: bool, scaled: bool) -> AttentionTiles | None:
-    """The tiles of the kernel in Gluon where it takes these values, or None."""
+    """Return the tiles of the kernel in Gluon, None where it does not take these values."""
     tiles = gluon_tiles_for(_capability(v.device), channels)
     if tiles is None:
         return None
-    as_given = v.shape[-1] == channels and v.stride(2) < _FARTHEST_TOKEN and _in_pieces_of_16_bytes(v)
-    if not scaled and not as_given:
+    if not (scaled or (v.shape[-1] == channels and v.stride(2) < _FARTHEST_TOKEN and _in_pieces_of_16_bytes(v))):
         return None
     dtype = torch.float16 if scaled else v.dtype
     return tiles if _is_right(tiles, half_sums, scaled, channels, dtype, v.device) else None
@@ -217,8 +204,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _readable(tensors: Tensors, scale: float) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], float]:
-    """q, k and v whose channels lie side by side, and a scale that is not negative: the kernels take the highest logit
-    before they multiply by it."""
+    """Return q, k and v with each token's channels side by side, and a scale that is not negative.
+
+    The kernels take the highest logit before they multiply by it.
+    """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors[:3])
     return ((-q, k, v), -scale) if scale < 0 else ((q, k, v), scale)
 
@@ -238,11 +227,11 @@ def attend_in_int8(half_sums: bool, scale: float, tensors: Tensors, results: Seq
         v = operands.v.unflatten(0, k.shape[:2])
     if tiles is not None:
         return _attend_on_ampere(operands._replace(v=v), results[0].transpose(1, 2), half_sums, tiles)
-    _launch(operands, True, (q, k, v), mask, results[0], half_sums, 0.0)
+    _launch(operands, (q, k, v), mask, results[0], half_sums)
 
 
 def launch_int8_attention(tensors: Tensors, scale: float) -> OperatorLaunch | None:
-    """The launch on checked, non-empty tensors like these; None for heads that the kernels have no room for."""
+    """Return the launch on checked, non-empty tensors like these; None for heads that the kernels have no room for."""
     q = tensors[0]
     if q.shape[-1] > WIDEST_HEAD:
         return None
@@ -252,35 +241,34 @@ def launch_int8_attention(tensors: Tensors, scale: float) -> OperatorLaunch | No
 def _attend_in_floats(scale: float, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
     (q, k, v), scale = _readable(tensors, scale)
     operands = AttentionOperands(q, q, k, k, v, None)
-    _launch(operands, False, (q, k, v), tensors[3], results[0], False, scale * math.log2(math.e))
+    _launch(operands, (q, k, v), tensors[3], results[0], factor=scale * math.log2(math.e))
 
 
 def launch_float_attention(tensors: Tensors, scale: float) -> OperatorLaunch:
-    """The launch on checked, non-empty fp16 or bf16 tensors of more than 128 channels."""
+    """Return the launch on checked, non-empty fp16 or bf16 tensors of more than 128 channels."""
     return functools.partial(_attend_in_floats, scale)
 
 
 def _launch(
     operands: AttentionOperands,
-    int8: bool,
     given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None,
     out: torch.Tensor,
-    half_sums: bool,
-    factor: float,
+    half_sums: bool = False,
+    factor: float = 0.0,
 ) -> None:
     """Launch the kernel on operands of `given` q, k and v [B, H, T, WIDTH], by whose strides it reads floats, to fill
     `out` [B, TQ, H, D]."""
     (batch, heads, tq, width), (_, kv_heads, tk, _) = given[0].shape, given[1].shape
-    mask = None if mask is None else mask.expand(batch, heads, tq, tk)
+    mask, int8 = None if mask is None else mask.expand(batch, heads, tq, tk), operands.q.dtype == torch.int8
     kind, capability, out = mask_kind(mask), _capability(out.device), out.transpose(1, 2)
-    scaled = operands.v_scale is not None
     if int8:
         multiprocessors = _multiprocessors(out.device)
         tiles = tiles_for(capability, operands.q.shape[-1], kind, (batch * heads, tq), multiprocessors)
     else:
-        tiles = float_tiles_for(capability, kind)
-    form = (tiles, int8, width, kind, tk % tiles.keys != 0, half_sums, scaled)
+        tiles = _FLOAT_TILES.get(capability, _AMPERE_FLOAT_TILES)
+        tiles = tiles if kind[1] == "one" else replace(tiles, keys=min(tiles.keys, 32), stages=2)
+    form = (tiles, int8, width, kind, tk % tiles.keys != 0, half_sums, operands.v_scale is not None)
     read = (0,) * 6 if int8 else (*given[0].stride()[:3], *given[1].stride()[:3])
     strides = (*read, *given[2].stride()[:3], *out.stride()[:3])
     mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()

@@ -1,4 +1,4 @@
-"""What INT8 attention reads: queries and keys rotated and quantized, values scaled into fp16."""
+"""The operands of INT8 attention: queries and keys rotated and quantized, values scaled into fp16."""
 
 import math
 from typing import NamedTuple
@@ -19,7 +19,7 @@ def largest_values_kernel(
     v, v_max, HK, TK, v_sample, v_head, v_token,
     WIDTH: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: a chunk of the tokens of one head. The largest magnitude of the values, per channel: float32
+    """One program: a chunk of the tokens of one head. Stores the largest magnitude of the values per channel: float32
     [B HK, CHUNKS, D]."""
     chunk, head = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
     column, token = tl.arange(0, D), tl.arange(0, ROWS)
@@ -36,7 +36,7 @@ def largest_values_kernel(
 
 @triton.jit
 def _hadamard(N: tl.constexpr, dtype: tl.constexpr):
-    """The matrix [N, N] of 1 and -1, N at most 256: -1 where the bits that row and column share are odd in number."""
+    """Return the matrix [N, N] of 1 and -1, N at most 256: -1 where row and column share an odd number of bits."""
     shared = tl.arange(0, N)[:, None] & tl.arange(0, N)[None, :]
     shared ^= shared >> 4
     return (1 - ((0x6996 >> (shared & 15)) & 1) * 2).to(dtype)
@@ -47,7 +47,7 @@ def _center(
     x, mean, T, token_stride, left,
     GIVEN: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
-    """PART channels of the mean key: the GIVEN one, or that of some keys, one of each SAMPLES-th part of all."""
+    """Return PART channels of the mean key: the GIVEN one, or that of one key of each SAMPLES-th part of all."""
     column = left + tl.arange(0, PART)
     if GIVEN:
         return tl.load(mean + column)
@@ -64,7 +64,7 @@ def _rotated(
     x, matrix, center, first, T, token_stride, left,
     CENTERED: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """PART channels of ROWS tokens, less the mean, times the matrix: float32 [ROWS, PART]."""
+    """Return PART channels of ROWS tokens, less the mean, times the matrix: float32 [ROWS, PART]."""
     token, column = first + tl.arange(0, ROWS), left + tl.arange(0, PART)
     inside = (token < T)[:, None] & (column < WIDTH)[None, :]
     values = tl.load(x + token[:, None].to(tl.int64) * token_stride + column[None, :], mask=inside, other=0.0)
@@ -83,7 +83,7 @@ def _store_steps(q, values, inverse, broken, first, T, left, D: tl.constexpr, PA
 
 @triton.jit
 def _store_scales(scale, largest, first, end, factor):
-    """Scales from `first` on, of the bits of largest magnitudes."""
+    """Store scales from `first` on, of the bits of largest magnitudes."""
     place = first + tl.arange(0, largest.shape[0])
     values = tl.where(largest >= INFINITY_BITS, float("nan"), largest.to(tl.float32, bitcast=True) * factor)
     tl.store(scale + place, values, mask=place < end)
@@ -95,8 +95,8 @@ def _quantize_tokens(
     CENTERED: tl.constexpr, GIVEN: tl.constexpr, SAMPLES: tl.constexpr, SHARE: tl.constexpr, DTYPE: tl.constexpr,
     WIDTH: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCKS blocks of ROWS tokens of one head, less the mean, rotated: q = round(127 x / absmax), scale = factor
-    absmax. SHARE tokens have an absmax and a scale in common. With a NaN or Inf the scale is NaN.
+    """Rotate and round BLOCKS blocks of ROWS tokens of one head, less the mean: q = round(127 x / absmax), scale =
+    factor absmax. SHARE tokens have an absmax and a scale in common. With a NaN or Inf the scale is NaN.
 
     Heads of more channels than PART are rotated in two halves, and these with each other.
     """
@@ -137,7 +137,7 @@ def _scale_values(
     v, v16, v_scale, v_max, begin, T, token_stride,
     MAXIMA: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Values over their channels' largest magnitude, in fp16 [T, D]; a channel with a NaN or Inf becomes NaN."""
+    """Divide values by their channels' largest magnitude, to fp16 [T, D]; a channel with a NaN or Inf becomes NaN."""
     column = tl.arange(0, D)
     largest = tl.zeros((D,), tl.int32)
     for part in tl.static_range(MAXIMA):  # pyright: ignore[reportGeneralTypeIssues]
@@ -194,9 +194,9 @@ def attention_operands_kernel(
             )  # fmt: skip
 
 
-# Keys whose mean is taken, at most: of more the mean is hardly better, and any vector may be taken from all keys.
+# Keys whose mean is taken, at most: that of more is hardly better, and any vector may be subtracted from all keys.
 _SAMPLES = 64
-# Parts in which values are looked through, and how many at a time.
+# Chunks in which the largest values are sought, and how many rows at a time.
 _CHUNKS, _CHUNK_ROWS = 16, 32
 # So that tiles of keys of any size lie inside.
 _KEY_BLOCK = 128
@@ -239,7 +239,7 @@ def quantized_operands(
     scaled: bool,
     share: int = 1,
 ) -> AttentionOperands:
-    """The operands of checked, non-empty tensors [B, H, T, WIDTH] whose channels lie side by side.
+    """Compute the operands of checked, non-empty tensors [B, H, T, WIDTH] whose channels lie side by side.
 
     `scale` is not negative. `key_mean` float32 [B, HK, D], zeros behind WIDTH, or None for the mean of some of the
     keys; `scaled` says whether the values go into fp16, `share` how many keys have a scale in common: 1, 8 or 16.

@@ -12,12 +12,12 @@ _MOST_LOGITS = 1 << 24  # at a time
 
 
 def padded_width(width: int) -> int:
-    """Channels of a head of so many in int8: a power of two."""
+    """Return the channels in int8 of a head of so many: the next power of two, 32 at least."""
     return max(32, 1 << (width - 1).bit_length())
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rows of D channels, padded to a power of two with zeros and times the Hadamard matrix of 1 and -1."""
+    """Pad rows of D channels to a power of two with zeros, and multiply by the Hadamard matrix of 1 and -1."""
     width = x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, padded_width(width) - width))
     matrix = torch.ones(1, 1, device=x.device)
@@ -27,13 +27,13 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 def _quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [..., D] as whole numbers in float32 and their scales [..., 1], NaN for a row that is not finite."""
+    """Round rows [..., D]: whole numbers in float32 and scales [..., 1], NaN for a row that is not finite."""
     steps, scale = quantize_activations_reference(x.flatten(0, -2))
     return steps.float().view(x.shape), scale.view(*x.shape[:-1], 1)
 
 
 def _quantized_together(x: torch.Tensor, share: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same where rows [..., T, D] share scales: in windows of 4 `share` rows, 2 i and 2 i + 1 of all eights."""
+    """The same for rows [..., T, D] that share scales: in windows of 4 `share` rows, 2 i and 2 i + 1 of all eights."""
     *more, tokens, width = x.shape
     padded = torch.nn.functional.pad(x, (0, 0, 0, -tokens % (4 * share)))
     together = padded.view(*more, -1, share // 2, 4, 2, width).transpose(-4, -3)
@@ -52,7 +52,7 @@ def int8_attention_reference(
     key_mean: torch.Tensor | None,
     share: int = 1,
 ) -> torch.Tensor:
-    """`int8_attention` in plain PyTorch operations, on checked tensors and a mask [B, H, TQ, TK]; values in float32.
+    """`int8_attention` in plain PyTorch, on checked tensors and a mask [B, H, TQ, TK]; values in float32.
 
     `share` keys have a scale in common, as in the kernel for some cards.
     """

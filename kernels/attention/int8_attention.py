@@ -12,10 +12,7 @@ from .attention_reference import WIDEST_HEAD, int8_attention_reference
 
 
 def int8_attention_obstacle(device: torch.device) -> str | None:
-    """Why `int8_attention` has no kernel on a device, in words and with what to do, or None where it runs.
-
-    It runs on a CPU too: there the reference computes it.
-    """
+    """Return why `int8_attention` cannot run on a device, and what to do; None where it runs, as on any CPU."""
     return fused_obstacle(device) if device.type == "cuda" else None
 
 
@@ -27,28 +24,27 @@ def int8_attention(
     scale: float | None = None,
     key_mean: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T scale + mask) v with q and k in INT8, a scale per token, rotated by a Hadamard matrix.
+    """Return softmax(q k^T scale + mask) v with q and k in INT8, rotated by a Hadamard matrix, with a scale per token.
 
     On Ampere and Ada cards, without a mask, 8 or 16 keys have a scale in common. The softmax and its sums are in
     float32. Probabilities and values are multiplied in the dtype of `v`; on GeForce cards in fp16, with a scale per
     channel of `v` and fp16 sums over a tile of keys.
-    From all keys of a head one vector is taken before they are rounded. That changes no probability (softmax is the
-    same for logits less a constant), and without their mean the keys round finer (SageAttention, arXiv 2410.02367).
+    One vector is subtracted from all keys of a head before they are rounded. That changes no probability (softmax is
+    the same for logits less a constant), and without their mean the keys round finer (SageAttention, arXiv 2410.02367).
 
     Args:
         q: [B, H, TQ, D] bf16, fp16 or fp32, D up to WIDEST_HEAD on a card, of any strides.
         k, v: [B, HK, TK, D] of the dtype of `q`, HK a divisor of H.
         mask: bool, True where a key counts, or a float that is added to the logits; broadcastable to [B, H, TQ, TK].
         scale: of the logits; None for 1 / sqrt(D).
-        key_mean: what is taken from the keys, [HK, D] or [B or 1, HK, D]; None for the mean of up to 64 of them.
+        key_mean: the vectors, [HK, D] or [B or 1, HK, D]; None for the mean of up to 64 keys.
 
     Returns:
         [B, H, TQ, D] of the dtype of `q`, a token's heads side by side in memory. Rows that may see no key are zeros. A
         row of `q` with a NaN or Inf is NaN.
 
-    Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
-        RuntimeError: a gradient is asked to pass the rounding.
+    Raises TypeError or ValueError for a wrong dtype, shape or device, RuntimeError where a gradient would pass the
+    rounding.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return _int8_attention(q, k, v, mask, factor, key_mean).transpose(1, 2)
@@ -61,7 +57,7 @@ def _checked(
     mask: torch.Tensor | None,
     key_mean: torch.Tensor | None = None,
 ) -> list[Result]:
-    """What the output looks like; raises TypeError or ValueError for tensors that are none of attention's."""
+    """Return the output's shape and dtype; raise TypeError or ValueError for tensors that do not fit together."""
     if q.dtype not in FLOAT_DTYPES or not q.dtype == k.dtype == v.dtype:
         kinds = f"{q.dtype}, {k.dtype} and {v.dtype}"
         raise TypeError(f"q, k and v must all be bfloat16, float16 or float32, got {kinds}")
@@ -87,7 +83,7 @@ def _checked(
 def _by_reference(
     attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """[B, TQ, H, D] of what `attend` makes as [B, H, TQ, D], given the mask as [B, H, TQ, TK]; zeros without keys."""
+    """Return what `attend` computes with the mask as [B, H, TQ, TK], as [B, TQ, H, D]; zeros without keys."""
     out = q.new_zeros((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
     if not out.numel() or not k.numel():
         return out
@@ -110,9 +106,8 @@ def _int8_attention(
 
 def takes_float_attention(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `float_attention` has a kernel for such tensors: heads of more than 128 channels, in fp16 or bf16."""
-    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or not 128 < q.shape[-1] <= WIDEST_HEAD:
-        return False
-    return q.shape[-1] == v.shape[-1] and int8_attention_obstacle(q.device) is None
+    in_half = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    return in_half and 128 < q.shape[-1] == v.shape[-1] <= WIDEST_HEAD and int8_attention_obstacle(q.device) is None
 
 
 def float_attention(
@@ -122,21 +117,11 @@ def float_attention(
     mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T scale + mask) v in the dtype of its inputs, with float32 sums.
+    """Return softmax(q k^T scale + mask) v in the dtype of its inputs, with float32 sums: [B, H, TQ, D].
 
     For cards and systems where PyTorch has no quick kernel for heads of 256: on Ampere cuDNN stops at 128, and PyTorch
-    for Windows has no FlashAttention.
-
-    Args:
-        q: [B, H, TQ, D] bf16 or fp16, 128 < D <= WIDEST_HEAD.
-        k, v: [B, HK, TK, D] of the dtype of `q`, HK a divisor of H.
-        mask: bool, True where a key counts, or a float that is added to the logits; broadcastable to [B, H, TQ, TK].
-        scale: of the logits; None for 1 / sqrt(D).
-
-    Returns:
-        [B, H, TQ, D], a token's heads side by side in memory. Rows that may see no key are zeros.
-
-    Raises TypeError or ValueError for a wrong dtype, shape or device.
+    for Windows has no FlashAttention. Arguments and result are those of `int8_attention`, but q, k and v must be bf16
+    or fp16, and 128 < D <= WIDEST_HEAD. Raises TypeError or ValueError for a wrong dtype, shape or device.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return _float_attention(q, k, v, mask, factor).transpose(1, 2)
