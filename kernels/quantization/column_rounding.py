@@ -13,7 +13,7 @@ _SMALLEST_NORMAL = tl.constexpr(2.0**-6)
 
 @triton.jit
 def _to_steps(values, divisor):
-    """values / divisor rounded half to even in -127..127, as a float."""
+    """Return values / divisor rounded half to even in -127..127, as a float."""
     steps = tl.minimum(tl.maximum(tl.div_rn(values, divisor), -127.0), 127.0)
     return (steps + ROUND_TO_EVEN) - ROUND_TO_EVEN
 
@@ -38,7 +38,7 @@ def round_columns_kernel(target, scale, feedback, q, N, COLUMNS: tl.constexpr, R
 
 @triton.jit
 def _as_e4m3(values):
-    """Floats in 0..448 rounded half to even to what e4m3 holds: Ampere's Triton has no such floats."""
+    """Round floats in 0..448 half to even to what e4m3 holds: Ampere's Triton has no such floats."""
     bits = values.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) & -0x100000).to(tl.float32, bitcast=True)
     return tl.where(values < _SMALLEST_NORMAL, (values + _SUBNORMAL) - _SUBNORMAL, normal)
@@ -46,7 +46,7 @@ def _as_e4m3(values):
 
 @triton.jit
 def _level(codebook, number, scales):
-    """The INT8 that a level gives with scales, as a float."""
+    """Return the INT8 that a level gives with scales, as a float."""
     value = (scales * tl.load(codebook + number) + ROUND_TO_EVEN) - ROUND_TO_EVEN
     return tl.minimum(tl.maximum(value, -127.0), 127.0)
 

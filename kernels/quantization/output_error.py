@@ -14,9 +14,8 @@ from ..weights.weight_reference import row_slices
 class OutputError:
     """The error that INT8 versions of one linear bring to its output on given rows, all computed in float32.
 
-    Args:
-        rows: inputs [R, K], any floating dtype and device.
-        w: the exact weight [N, K], bf16, fp16 or fp32; its device does the work.
+    The rows are inputs [R, K] of any floating dtype and device. The exact weight is [N, K] bf16, fp16 or fp32; its
+    device does the work.
     """
 
     def __init__(self, rows: torch.Tensor, w: torch.Tensor) -> None:

@@ -53,13 +53,7 @@ _JUDGED_CHANNELS = 1024  # of the outputs, evenly spaced: their mean error says 
 
 
 class RoundedWeight(NamedTuple):
-    """A weight [N, K] in whole steps.
-
-    Attributes:
-        q: int8 [N, K].
-        scale: float32 [N].
-        codes: those of 4 bits that q stands for; None for a weight of 8 bits.
-    """
+    """A weight in whole steps: int8 [N, K], float32 [N], and the codes of 4 bits that q stands for, if any."""
 
     q: torch.Tensor
     scale: torch.Tensor
@@ -69,11 +63,7 @@ class RoundedWeight(NamedTuple):
 def quantize_to_codes(w: torch.Tensor, rotation_group: int | None) -> RoundedWeight:
     """Quantize a weight to codes of 4 bits with ComfyUI's default codebook, an FP8 scale for each 16 columns (W4A8).
 
-    Args:
-        w: [N, K] bf16, fp16 or fp32; 16 and `rotation_group` divide K.
-        rotation_group: channels per Hadamard group.
-
-    Raises TypeError, ValueError as `quantize_weight`.
+    It is [N, K] bf16, fp16 or fp32; 16 and the channels per Hadamard group divide K. Raises as `quantize_weight`.
     """
     transform = ChannelTransform(None, rotation_group)
     _, scale = quantize_weight(w, transform)
@@ -84,11 +74,8 @@ def quantize_to_codes(w: torch.Tensor, rotation_group: int | None) -> RoundedWei
 class CalibratedRounding:
     """The rounding of linears that read one input; what they share is computed when the first is rounded.
 
-    Attributes:
-        parts: rows [.., K] of the recorded calls, any floating dtype and device; none where nothing was recorded.
-        transform: what is done to the channels.
-        activation_bits: 8 or 16: to how many bits the input is rounded.
-        in_codes: whether the weights are in codes of 4 bits.
+    `parts` are rows [.., K] of the recorded calls, any floating dtype and device; none where nothing was recorded. The
+    other attributes are as `quantize_group` has them.
     """
 
     parts: Sequence[torch.Tensor]
@@ -130,7 +117,7 @@ class CalibratedRounding:
     def _feedback(
         self, transform: ChannelTransform, device: torch.device
     ) -> tuple[list[tuple[torch.Tensor, ColumnFeedback]], ColumnFeedback] | None:
-        """Each fold's rows with the feedback of the other folds, and that of all; None where none can be held out."""
+        """Return each fold's rows with the feedback of the others, and that of all; None if none can be held out."""
         count, parts = min(_FOLDS, len(self.parts)), [part.to(device).float() for part in self.parts]
         transformed = [transform.to_activations(part) for part in parts]
         if count < 2 or not all(any(bool(part.any()) for part in transformed[fold::count]) for fold in range(count)):
@@ -164,7 +151,7 @@ class ColumnFeedback:
 
     @classmethod
     def of(cls, rows: torch.Tensor, in_codes: bool = False) -> ColumnFeedback:
-        """The feedback of float32 rows [R, K], not all zeros, in the basis in which the weight is rounded.
+        """Return the feedback of float32 rows [R, K], not all zeros, in the basis in which the weight is rounded.
 
         The strongest channel is rounded first; of codes of 4 bits the first channel.
         """
@@ -207,26 +194,30 @@ class ColumnFeedback:
 
         The transform's factors are on the weight's device.
         """
-        channels, done = w.shape[1], []
-        for some in row_slices(w.shape):
+        done = []
+        for rows in row_slices(w.shape):
             stop_if_asked()
-            values, row_scale, blocks = transform.to_weight(w[some]), scale[some], []
-            columns = F.pad(values[:, self.order], (0, -channels % _BLOCK)).split(_BLOCK, dim=1)
-            error = values.new_zeros(values.shape[0], self.rows.shape[2])  # of the outputs
-            # These products may be TF32: they carry errors, of which a thousandth more or less is nothing.
-            for block, rows, correction, within in zip(columns, self.rows, self.correction, self.within, strict=True):
-                target = torch.addmm(block, error, correction, alpha=-1)
-                blocks.append(round_columns(target, row_scale, within, self.codebook))
-                error.addmm_((blocks[-1][0].float() * row_scale[:, None]).sub_(block), rows)
-            # A padded column is one of the last.
-            q, *codes = (torch.cat(part, dim=1) for part in zip(*blocks, strict=True))
-            q = q[:, :channels][:, self.order.argsort()]
-            done.append((q, *(part[:, : channels * part.shape[1] // (_BLOCK * len(blocks))] for part in codes)))
+            done.append(self._round_rows(transform.to_weight(w[rows]), scale[rows]))
         q, *codes = map(torch.cat, zip(*done, strict=True))
         if self.codebook is None:
             return RoundedWeight(q, scale)
         group_scale = codes[1].to(torch.float8_e4m3fn)
         return RoundedWeight(q, scale, GroupedCodes(packed_codes(codes[0]), group_scale, self.codebook, GROUP))
+
+    def _round_rows(self, values: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+        """Round float32 values [N, K] for scales [N], with results as `round_columns` has them."""
+        channels, blocks = values.shape[1], []
+        columns = F.pad(values[:, self.order], (0, -channels % _BLOCK)).split(_BLOCK, dim=1)
+        error = values.new_zeros(values.shape[0], self.rows.shape[2])  # of the outputs
+        # These products may be TF32: they carry errors, of which a thousandth more or less is nothing.
+        for block, rows, correction, within in zip(columns, self.rows, self.correction, self.within, strict=True):
+            target = torch.addmm(block, error, correction, alpha=-1)
+            blocks.append(round_columns(target, scale, within, self.codebook))
+            error.addmm_((blocks[-1][0].float() * scale[:, None]).sub_(block), rows)
+        # A padded column is one of the last.
+        parts = (torch.cat(part, dim=1) for part in zip(*blocks, strict=True))
+        q, *codes = (part[:, : channels * part.shape[1] // (_BLOCK * len(blocks))] for part in parts)
+        return [q[:, self.order.argsort()], *codes]
 
 
 def round_columns(
@@ -290,7 +281,7 @@ def round_columns_reference(
 
 
 def _best_scale(values: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
-    """The scale [N, 1] of groups of values [N, 16]: of the candidates the first with the least squared error."""
+    """Return the scale [N, 1] of groups of values [N, 16]: the first candidate with the least squared error."""
     whole = values.abs().amax(dim=1, keepdim=True) / codebook.abs().max()
     candidates = torch.tensor(CANDIDATES, device=values.device)
     scales = (whole * candidates).clamp_(max=448).to(torch.float8_e4m3fn).float()  # [N, candidates]
