@@ -1,8 +1,9 @@
-"""The kinds of attention that a MODEL can have: the ways that they try, and the call that a way computes."""
+"""The kinds of attention that a MODEL can have: the ways that each tries, and the call that a way computes."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -32,15 +33,14 @@ class AttentionCall(NamedTuple):
     """An attention call.
 
     Attributes:
-        q: [batch, heads, tokens, width].
-        k, v: the same, perhaps of fewer heads and of other tokens. A call whose tensors have no such form has other
-            axes in them.
-        heads: as many as q has.
+        q, k, v: [batch, heads, tokens, width]; k and v may have fewer heads and other tokens. Tensors that do not fit
+            this form have other axes.
+        heads: those of q.
         mask: of four axes, or None.
-        flat_output: whether its output is [batch, tokens, heads * width].
-        attn_precision: what the layer asks the logits to be computed in, or None.
+        flat_output: whether the output is [batch, tokens, heads * width].
+        attn_precision: the dtype that the layer asks for in the logits, or None.
         keywords: the other named arguments of the call.
-        otherwise: what computes it where nothing else does; a function with the arguments of ComfyUI's.
+        otherwise: computes the call where nothing else does, with the arguments of ComfyUI's functions.
     """
 
     q: torch.Tensor
@@ -55,7 +55,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def scale(self) -> float | None:
-        """What the logits are multiplied with; None for the width to the power of -1/2."""
+        """The factor of the logits; None for the width to the power of -1/2."""
         return self.keywords.get("scale")
 
     @property
@@ -76,16 +76,18 @@ def read_call(
     skip_output_reshape: bool = False,
     **keywords: Any,
 ) -> AttentionCall:
-    """The call that ComfyUI's arguments make. q, k and v may be in containers, where they stay."""
-    tensors = [tensor.peek() for tensor in (q, k, v)] if not isinstance(q, torch.Tensor) else [q, k, v]
+    """Return the call of ComfyUI's arguments. q, k and v may be in containers, and stay there."""
+    tensors = [q, k, v] if isinstance(q, torch.Tensor) else [tensor.peek() for tensor in (q, k, v)]
     q4, k4, v4 = (_by_head(tensor, tensors[0], heads, skip_reshape) for tensor in tensors)
     full_mask = mask if mask is None or mask.ndim > 3 else mask[(None,) * (3 - mask.ndim)].unsqueeze(1)
     return AttentionCall(q4, k4, v4, heads, full_mask, not skip_output_reshape, attn_precision, keywords, otherwise)
 
 
 def _by_head(tensor: torch.Tensor, q: torch.Tensor, heads: int, skip_reshape: bool) -> torch.Tensor:
-    """[b, heads, n, width] of what ComfyUI's attention takes: that already (`skip_reshape`), [b, n, heads * width] or
-    (keys and values) [b, n, heads, width]; anything else unchanged."""
+    """Reshape an argument of ComfyUI's attention to [b, heads, n, width], which it has with `skip_reshape`.
+
+    It comes as [b, n, heads * width] or (keys and values) [b, n, heads, width]; anything else stays unchanged.
+    """
     if skip_reshape:
         return tensor
     width = q.shape[-1] // heads
@@ -101,8 +103,8 @@ class Way:
     Attributes:
         misfit: why it does not take a call, in words for the user, or None where it does.
         attend: a call -> [batch, heads, tokens, width].
-        halves: the same in two functions, or None: the first keeps none of a call's tensors, the second takes what it
-            returns.
+        halves: the same in two functions, or None. The second takes what the first returns, which keeps no tensor of
+            the call.
     """
 
     misfit: Callable[[AttentionCall], str | None]
@@ -116,10 +118,10 @@ class AttentionKind:
 
     Attributes:
         runs: what computes, in words for the user.
-        obstacle: why it cannot be had on a device, in words and with what to do, or None where it can.
-        ways: what it tries for a call on a device, in this order; ComfyUI's own function computes what none takes.
-        in_int8: whether its first way rounds: then a user has asked for it. It spares the first steps of a sampling and
-            the blocks that a calibration keeps exact, and says where it did not run.
+        obstacle: why a device cannot have it, in words and with what to do, or None where it can.
+        ways: what it tries on a device, in this order; ComfyUI's own function computes calls that none takes.
+        in_int8: whether its first way rounds, so that a user has asked for it. It spares the first steps of a sampling
+            and the blocks that a calibration keeps exact, and says where it did not run.
     """
 
     runs: str
@@ -129,13 +131,13 @@ class AttentionKind:
 
 
 def _chooses_exact(device: torch.device) -> bool:
-    """Whether there are exact ways to choose from: on NVIDIA cards, where ComfyUI's attention is PyTorch's."""
+    """Whether there are exact ways to choose from: on NVIDIA cards where ComfyUI's attention is PyTorch's."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return is_nvidia and is_pytorchs(comfyuis_attention, None, pytorch_attentions())
 
 
 def _exact(device: torch.device) -> tuple[Way, ...]:
-    """The fastest exact way, in the place of PyTorch's attention and of no other; none where there is no choice."""
+    """Return the fastest exact way, which replaces PyTorch's attention and no other; none where there is no choice."""
     known = pytorch_attentions()
 
     def misfit(call: AttentionCall) -> str | None:
@@ -157,9 +159,9 @@ def int8_way(device: torch.device) -> Way:
     """This pack's INT8 attention."""
 
     def attend(call: AttentionCall) -> torch.Tensor:
-        return int8_attention(*_dense(call), call.mask, call.scale)
+        return int8_attention(call.q, call.k, call.v, call.mask, call.scale)
 
-    return Way(lambda call: _int8_misfit(call, device), attend)
+    return Way(partial(_int8_misfit, device), attend)
 
 
 def _kitchen(device: torch.device) -> Way:
@@ -172,17 +174,13 @@ def _kitchen(device: torch.device) -> Way:
     def misfit(call: AttentionCall) -> str | None:
         if call.mask is not None and not takes_masks:
             return "it has a mask, which this comfy-kitchen does not take"
-        return _int8_misfit(call, device)
+        return _int8_misfit(device, call)
 
-    def options(call: AttentionCall) -> dict[str, Any]:
-        return {"scale": call.scale} | ({} if call.mask is None else {"attn_mask": call.mask})
+    def run(function: Callable[..., Any], call: AttentionCall) -> Any:
+        tensors = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+        return function(*tensors, scale=call.scale, **({} if call.mask is None else {"attn_mask": call.mask}))
 
-    def attend(call: AttentionCall) -> torch.Tensor:
-        return kernel(*_dense(call), **options(call))
-
-    if first is None or second is None:
-        return Way(misfit, attend)
-    return Way(misfit, attend, (lambda call: first(*_dense(call), **options(call)), second))
+    return Way(misfit, partial(run, kernel), (partial(run, first), second) if first and second else None)
 
 
 def _kitchen_obstacle(device: torch.device) -> str | None:
@@ -204,7 +202,7 @@ def _kitchen_obstacle(device: torch.device) -> str | None:
     )
 
 
-def _int8_misfit(call: AttentionCall, device: torch.device) -> str | None:
+def _int8_misfit(device: torch.device, call: AttentionCall) -> str | None:
     options = call.keywords.get("transformer_options")
     if options is not None and options.get(KEEPS_EXACT) is True:
         return "a calibration keeps attention exact in its block"
@@ -242,20 +240,11 @@ def _is_usual(call: AttentionCall, device: torch.device) -> bool:
     return fits and mask.dtype in _MASK_DTYPES and mask.device == q.device
 
 
-def _dense(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v with each token's channels side by side."""
-    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (call.q, call.k, call.v))
-    return q, k, v
-
-
 ATTENTION_KINDS = {
     AUTO: AttentionKind("the fastest exact way", lambda device: None, _exact, in_int8=False),
     AS_COMFYUI: AttentionKind(AS_COMFYUI, lambda device: None, lambda device: (), in_int8=False),
     INT8: AttentionKind(
-        "INT8 where it fits",
-        int8_attention_obstacle,
-        lambda device: (int8_way(device), *_exact(device)),
-        in_int8=True,
+        "INT8 where it fits", int8_attention_obstacle, lambda device: (int8_way(device), *_exact(device)), in_int8=True
     ),
     KITCHEN_INT8: AttentionKind(
         f"{KITCHEN_INT8} where it fits", _kitchen_obstacle, lambda device: (_kitchen(device),), in_int8=True

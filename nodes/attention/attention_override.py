@@ -1,7 +1,7 @@
 """What a MODEL's attention computes with: ComfyUI's own, the fastest exact way, or INT8 where that applies.
 
-It stands in the place of ComfyUI's by its own contract for that: other overrides keep their say, and where layers have
-preferences, a call that INT8 attention does not take is left to them.
+It is an override by ComfyUI's own contract: other overrides keep their say, and where layers have preferences, a call
+that INT8 attention does not take is left to them.
 
 INT8 attention leaves the first steps of a sampling exact. A small error there moves what is drawn, and later steps
 carry it on. On the word model with outlier channels the first sixth of the steps makes 54 % of what INT8 attention
@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,13 +21,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...kernels import unplanned_memory
-from ..comfyui.attention import (
-    OVERRIDE,
-    Attention,
-    beside_choices,
-    comfyuis_attention,
-    put_before_choices,
-)
+from ..comfyui.attention import OVERRIDE, Attention, beside_choices, comfyuis_attention, put_before_choices
 from ..comfyui.patcher import DIFFUSION_MODEL
 from ..deferred.notes import outside, tracking, valued
 from ..host import notices
@@ -39,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 _KEY = "int8_dit_attention"
 _EXACT_STEP_IN = 6
-"""Of so many steps of a sampling INT8 attention leaves the first one exact."""
+"""INT8 attention leaves the first of so many steps of a sampling exact."""
 
 
 def check_attention(choice: str, device: torch.device) -> None:
-    """Raise ValueError for what is none of ATTENTION_KINDS, RuntimeError where `device` cannot do what it says."""
+    """Raise ValueError for a choice that is none of ATTENTION_KINDS, RuntimeError where the device cannot have it."""
     if choice not in ATTENTION_KINDS:
         raise ValueError(f"attention must be one of {', '.join(ATTENTION_KINDS)}; got {choice!r}")
     obstacle = ATTENTION_KINDS[choice].obstacle(device)
@@ -54,12 +48,11 @@ def check_attention(choice: str, device: torch.device) -> None:
 
 
 def set_attention(model: ModelPatcher, choice: str) -> None:
-    """Let a MODEL's attention compute as the choice says. ComfyUI's own leaves the MODEL as it is, and so does an exact
-    one where an earlier node has chosen.
+    """Let a MODEL's attention compute as the choice says.
 
-    An override that another node gave the MODEL stays: this attention then takes the place of the function which that
-    override calls. INT8 attention leaves out the blocks that a calibration keeps exact. Raises what `check_attention`
-    raises.
+    ComfyUI's own leaves the MODEL as it is, and so does an exact one where an earlier node has chosen. Another node's
+    override stays: this attention then replaces the function that the override calls. INT8 attention leaves out the
+    blocks that a calibration keeps exact. Raises as `check_attention`.
     """
     device = model.load_device
     check_attention(choice, device)
@@ -82,15 +75,16 @@ def set_attention(model: ModelPatcher, choice: str) -> None:
 
 
 def _exact_class(own: Any) -> type:
-    """A class of blocks like `own` that tells its attention calls to stay exact."""
+    """Return a class of blocks like `own` that tells its attention calls to stay exact."""
 
     class ExactAttentionBlock(own):
         keeps_exact_attention, own_class = True, own
 
         @functools.wraps(own.forward)
         def forward(self, *args, **kwargs):
-            args = tuple(_marked(argument, isinstance(argument, dict) and OVERRIDE in argument) for argument in args)
-            kwargs = {name: _marked(argument, name == "transformer_options") for name, argument in kwargs.items()}
+            args = tuple({**x, KEEPS_EXACT: True} if isinstance(x, dict) and OVERRIDE in x else x for x in args)
+            if isinstance(options := kwargs.get("transformer_options"), dict):
+                kwargs = {**kwargs, "transformer_options": {**options, KEEPS_EXACT: True}}
             return super().forward(*args, **kwargs)
 
     # What asks for a block's class by name finds it.
@@ -99,18 +93,14 @@ def _exact_class(own: Any) -> type:
     return ExactAttentionBlock
 
 
-def _marked(argument: Any, is_options: bool) -> Any:
-    return {**argument, KEEPS_EXACT: True} if is_options and isinstance(argument, dict) else argument
-
-
-# What the attention calls of the model call that runs now did: a reason for each kind that the first way did not take,
-# None for those that it took.
+# Of the attention calls of the model call that runs now: a reason for each kind that the first way did not take, None
+# for those that it took.
 _notes: ContextVar[set[str | None] | None] = ContextVar("int8_dit_attention_notes", default=None)
 
 
 @torch.compiler.assume_constant_result
 def _note(misfit: str | None) -> bool:
-    """Note what an attention call does; in a compiled model only while that is traced."""
+    """Note whether the first way took an attention call; in a compiled model only while that is traced."""
     notes = _notes.get()
     if notes is not None:
         notes.add(misfit)
@@ -125,7 +115,7 @@ class _Schedule:
     """The noise of a sampling, and whether its first steps are over."""
 
     def __init__(self) -> None:
-        self._least = math.inf
+        self._least = math.inf  # steps with more noise are the first
         self.begin()
 
     def begin(self, model: ModelPatcher | None = None) -> None:
@@ -141,17 +131,14 @@ class _Schedule:
         if not isinstance(sigmas, torch.Tensor) or not isinstance(now, torch.Tensor):
             return False
         if self._sigmas() is not sigmas:
-            self._sigmas, self._least = weakref.ref(sigmas), _least_of_first(sigmas.tolist())
+            noise, first = sigmas.tolist(), (len(sigmas) - 1) // _EXACT_STEP_IN
+            falls = first > 0 and noise[0] > noise[-1]  # else the schedule is short, or adds noise
+            self._sigmas = weakref.ref(sigmas)
+            self._least = (noise[first - 1] + noise[first]) / 2 if falls else math.inf
         is_first = self._least < math.inf and float(now.max()) > self._least
         if not is_first:
             self._least = math.inf
         return is_first
-
-
-def _least_of_first(sigmas: Sequence[float]) -> float:
-    """Steps with more noise than this are the first of a schedule: infinity in a short one, or one that adds noise."""
-    first = (len(sigmas) - 1) // _EXACT_STEP_IN
-    return (sigmas[first - 1] + sigmas[first]) / 2 if first > 0 and sigmas[0] > sigmas[-1] else math.inf
 
 
 class AttentionOverride:
@@ -161,10 +148,7 @@ class AttentionOverride:
         kind: what the user chose.
         device: where the MODEL runs.
         outer: the override that was there before. It is called as ComfyUI calls it, with this one in place of
-            ComfyUI's function: so what it does to its inputs is still done.
-
-    Attributes:
-        kind, outer: as given.
+            ComfyUI's function, so that it still changes its inputs.
     """
 
     def __init__(self, kind: AttentionKind, device: torch.device, outer: Attention | None = None) -> None:
@@ -185,8 +169,8 @@ class AttentionOverride:
         """Let the attention calls of a MODEL come here, in place.
 
         ComfyUI does not tell an override which layer calls. Layers that may choose their attention therefore have this
-        one by themselves, and decline to their choice. Where one has a choice, this object stands aside as an override,
-        for calls of the MODEL that no other override is before.
+        one by themselves, and decline to their choice. Where one has a choice, this object stands aside as an override
+        in calls of the MODEL, unless another override is before it.
         """
         model.model_options["transformer_options"][OVERRIDE] = self
         if self.outer is None:
@@ -197,8 +181,10 @@ class AttentionOverride:
         model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, _KEY, self._schedule.begin)
 
     def _attend(self, otherwise: Attention, q: Any, k: Any, v: Any, heads: int, *args: Any, **kwargs: Any) -> Any:
-        """The arguments are those of ComfyUI's attention functions, q, k and v in containers or not. `otherwise` takes
-        the same."""
+        """Compute a call, whose arguments are those of ComfyUI's attention functions and of `otherwise`.
+
+        q, k and v may be in containers.
+        """
         if not self.kind.in_int8 or torch.compiler.is_compiling():
             return self._computed(otherwise, q, k, v, heads, *args, **kwargs)
         with unplanned_memory():  # the first steps ask for other memory than later ones
@@ -232,8 +218,10 @@ class AttentionOverride:
         return output.transpose(1, 2).flatten(2) if flat_output else output
 
     def _wrap(self, executor: Any, *args, **kwargs) -> Any:
-        """A wrapper of ComfyUI's around each call of the model, which finds out whether that is one of the first steps,
-        and says where INT8 attention did not run."""
+        """Find out whether a call of the model is one of the first steps, and warn where INT8 attention did not run.
+
+        It is a wrapper of ComfyUI's around each call of the model.
+        """
         if not self.kind.in_int8:
             return beside_choices(self, self._before, executor, args, kwargs)
         notes: set[str | None] = set()
@@ -258,8 +246,10 @@ class AttentionOverride:
 
 
 def _unseen(function: Callable[[Any], Any], given: Any) -> Any:
-    """What a way makes of a call. A forward in which work is deferred sees nothing of it: kernels are launched on
-    addresses, and whoever asks for one may write there."""
+    """Call a function of a way, hidden from a forward in which work is deferred.
+
+    Kernels are launched on addresses, and whoever asks for one may write there.
+    """
     if torch.compiler.is_compiling() or tracking.forward is None:
         return function(given)
     with outside():
