@@ -57,7 +57,7 @@ class NoForward(Exception):
 
 
 def measure_forward(model: ModelPatcher, positive: list | None, latent: dict | None) -> ForwardSplit:
-    """Sample a few steps of a MODEL and time the last ones; nothing of it stays in `model`.
+    """Sample a few steps of a MODEL, which is left unchanged, and time the last ones.
 
     Without `positive` the model runs without text, without `latent` at 1024 px. Raises NoForward where that fails,
     ComfyUI's interrupt on cancel.
@@ -116,7 +116,7 @@ class _Clock:
         return output
 
     def _time(self, module: torch.nn.Module, undo: ExitStack, note: Callable[..., None]) -> None:
-        """Let `note` know of each call of a module until `undo`: its span, the module, its arguments, its output."""
+        """Call `note` after each call of a module until `undo`: with its span, the module, arguments and output."""
         begun: list[Any] = []
 
         def end(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -149,7 +149,7 @@ class _Clock:
         return sum(map(self._watch.milliseconds, spans))
 
     def split(self) -> ForwardSplit:
-        """The split of the forward. Raises NoForward where the sampling called no linear."""
+        """Return the split of the forward. Raises NoForward where the sampling called no linear."""
         if not self._products:
             raise NoForward("no linear of this model was called")
         attention = {call: self._total(spans) for call, spans in self._attention.items()}
@@ -169,7 +169,7 @@ class _Clock:
 
 
 def attention_call(*args: Any, **keywords: Any) -> AttentionWork | None:
-    """What a call of ComfyUI's attention functions computes, whose arguments these are; None where it is unusual."""
+    """Return the sizes of a call of ComfyUI's attention functions, None where it is unusual."""
     call = read_call(comfyuis_attention, *args, **keywords)
     if not call.q.ndim == call.k.ndim == 4:
         return None
@@ -179,7 +179,7 @@ def attention_call(*args: Any, **keywords: Any) -> AttentionWork | None:
 
 
 def block_lists(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
-    """The outermost lists of a diffusion model whose entries have linears that become INT8, by module path."""
+    """Return the outermost lists of a diffusion model's blocks with linears that become INT8, by module path."""
     found: dict[str, list[torch.nn.Module]] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in found)
@@ -191,9 +191,9 @@ def block_lists(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
 
 
 def fused_speedup(block: torch.nn.Module, path: str, args: tuple, kwargs: dict, device: torch.device) -> float | None:
-    """How many times as fast as the block an INT8 copy of it is with these arguments.
+    """Return how many times as fast as a block at `path` an INT8 copy of it is with these arguments.
 
-    None where it cannot be copied, or its copy does not run. `path` is where it stands.
+    None where it cannot be copied, or its copy does not run.
     """
     make_room(device, _BYTES_PER_WEIGHT * sum(parameter.numel() for parameter in block.parameters()))
     try:
@@ -217,9 +217,9 @@ def fused_speedup(block: torch.nn.Module, path: str, args: tuple, kwargs: dict, 
 
 
 def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.nn.Module:
-    """A copy of a block of a MODEL on a device, its linears on the fused kernel.
+    """Copy a block of a MODEL, at `path`, to a device, with its linears on the fused kernel.
 
-    `path` is where it stands. Weights are quantized plainly, per channel. Raises ValueError for one that is no float.
+    Weights are quantized plainly, per channel. Raises ValueError for one that is no float.
     """
     # The linears' own weights are quantized from the original, and not copied first.
     linears: dict[str, Any] = quantizable_in(block, path)
@@ -239,5 +239,5 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
 
 
 def label(name: str) -> str:
-    """A module path without the block's number."""
+    """Return a module path without the block's number."""
     return ".".join(part for part in name.split(".")[1:] if not part.isdigit()) or name

@@ -109,7 +109,7 @@ def run(
 
 
 def forget(device: torch.device) -> str:
-    """Forget the choices of a card; what was done, in words."""
+    """Forget the choices of a card; return in words what was done."""
     if device.type != "cuda":
         return "No GPU: there is no stored choice."
     forgotten = [choices.decide_by(device, None) for choices in (AUTO_CHOICES, ATTENTION_CHOICES)]
@@ -119,7 +119,7 @@ def forget(device: torch.device) -> str:
 
 
 def save_json(outcome: Outcome) -> str | None:
-    """Write every figure into ComfyUI's output folder; the file's name, or None where it cannot be written."""
+    """Write every figure to ComfyUI's output folder; return the file's name, None where it cannot be written."""
     text = outcome.as_json().encode()
     try:
         path = write_new_file(output_paths("int8_benchmark", "json"), text, {})
@@ -140,7 +140,7 @@ def _shapes(
 
 
 def linear_shapes(model: ModelPatcher) -> list[LinearShape]:
-    """The distinct shapes of a MODEL's quantizable linears, each named after the first layer that has it.
+    """Return the distinct shapes of a MODEL's quantizable linears, each named after the first layer that has it.
 
     Raises ValueError for a model without such layers.
     """
@@ -154,7 +154,7 @@ def linear_shapes(model: ModelPatcher) -> list[LinearShape]:
 
 
 def _decide(device: torch.device, outcome: Outcome, ticked: Collection[str], decision: str) -> str:
-    """Store what was measured, where it counts and the user wants it; what `auto` is decided by now, in words."""
+    """Store the measurement where it counts and the user wants it; return in words what decides `auto` now."""
     if device.type != "cuda":
         return "auto is bf16: INT8 tensor cores need a GPU."
     before = AUTO_CHOICES.stored(device)
@@ -178,20 +178,19 @@ def _decide(device: torch.device, outcome: Outcome, ticked: Collection[str], dec
 
 
 def attention_sentences(results: Sequence[AttentionResult]) -> list[str]:
-    """The fastest exact way of each call, in words; none where there was no choice."""
+    """Return in words the fastest exact way of each call; none where there was no choice."""
     sentences = []
     for result in results:
         times = result.exact_milliseconds()
-        if len(times) < 2 or COMFYUI_CHOICE not in result.rounds:
-            continue
-        best = min(times, key=times.__getitem__)
-        speed = f"{result.speedup(best):.2f} x ComfyUI's choice"
-        sentences.append(f"Exact attention, {result.place()}: {best} is the fastest, {speed}.")
+        if len(times) > 1 and COMFYUI_CHOICE in result.rounds:
+            best = min(times, key=times.__getitem__)
+            speed = f"{result.speedup(best):.2f} x ComfyUI's choice"
+            sentences.append(f"Exact attention, {result.place()}: {best} is the fastest, {speed}.")
     return sentences
 
 
 def store_attention(device: torch.device, results: Sequence[AttentionResult]) -> list[str]:
-    """Let these times decide what exact attention runs on a GPU, beside what earlier runs found of other calls.
+    """Let these times decide what exact attention runs on a GPU, beside earlier times of other calls.
 
     Returns a sentence, none where there was no choice.
     """

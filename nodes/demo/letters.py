@@ -20,7 +20,7 @@ _SCALE, _SHIFT = 1.5305, 0.0609
 
 
 def _codes() -> torch.Tensor:
-    """What the model knows each letter by, float32 [36, 4, 64] of +-1: whether n is a square modulo a prime."""
+    """Return the model's code of each letter, float32 [36, 4, 64] of +-1: whether n is a square modulo a prime."""
     squares = torch.zeros(_PRIME, dtype=torch.bool)
     squares[torch.arange(1, _PRIME).square() % _PRIME] = True
     shape = len(ALPHABET), _TOKENS, _WIDTH
@@ -28,7 +28,7 @@ def _codes() -> torch.Tensor:
 
 
 def conditioning(text: str) -> list:
-    """ComfyUI's CONDITIONING for a picture of each letter; small letters become capitals, spaces are left out.
+    """Return ComfyUI's CONDITIONING for a picture of each letter, in capitals; spaces are left out.
 
     Raises ValueError on an empty text, on one of more than MOST_LETTERS, and on a character outside ALPHABET.
     """
@@ -43,7 +43,7 @@ def conditioning(text: str) -> list:
 
 
 def empty_latent(conditioning: list) -> dict[str, torch.Tensor]:
-    """ComfyUI's LATENT for a conditioning: one of zeros [16, 16, 16] for each letter."""
+    """Return ComfyUI's LATENT for a conditioning: zeros [16, 16, 16] for each letter."""
     return {"samples": torch.zeros(len(conditioning[0][0]), _CHANNELS, _SIDE, _SIDE)}
 
 
@@ -51,7 +51,7 @@ class LettersDecoder:
     """In the place of a VAE: latents are pixels already."""
 
     def decode(self, samples: torch.Tensor) -> torch.Tensor:
-        """Latents [letters, 16, 16, 16] -> IMAGE [1, 256, 256 * letters, 3], the letters beside each other.
+        """Decode latents [letters, 16, 16, 16] to an IMAGE [1, 256, 256 * letters, 3], the letters side by side.
 
         Raises ValueError for latents of another model.
         """

@@ -1,11 +1,10 @@
-"""How close images are to reference images: pairs of them, PSNR and SSIM, the difference as a picture; and all of it as
-a table, with what chance can make of it: intervals by the bootstrap."""
+"""How close images are to reference images: PSNR and SSIM of pairs, the difference as a picture; and a table of them
+all, with bootstrap intervals."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -29,8 +28,7 @@ _INTERVAL_NOTE = f"95 % interval: of the mean, by the bootstrap over the pairs (
 _METRICS = (("PSNR", " dB", 2), ("SSIM", "", 4))
 
 
-@dataclass(frozen=True)
-class Fidelity:
+class Fidelity(NamedTuple):
     """How close one image is to its reference. `psnr` is in dB, infinite for two equal images; `ssim` is at most 1."""
 
     psnr: float
@@ -40,17 +38,10 @@ class Fidelity:
 def paired_images(
     reference: Sequence[torch.Tensor], **candidates: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
-    """The images of batches, in their order: those of the reference and, by name, those of each candidate.
+    """Return the images of batches [B, H, W, C], as views [H, W, C]: the references and, by name, each candidate's.
 
-    Args:
-        reference, candidates: IMAGE batches, float [B, H, W, C] each. Their images are counted through: one batch of
-            four and four batches of one are the same. A single reference is the reference of every image.
-
-    Returns:
-        lists of equal length of views [H, W, C].
-
-    Raises ValueError for candidates without a reference of the same size, and for images that SSIM's window does not
-    fit into.
+    One batch of four and four batches of one are the same. A single reference is repeated for every image. Raises
+    ValueError for candidates without a reference of the same size, and for images smaller than SSIM's window.
     """
     references = [*chain(*reference)]
     images = {name: [*chain(*batches)] for name, batches in candidates.items()}
@@ -77,7 +68,7 @@ def paired_images(
 
 
 def compare_images(reference: torch.Tensor, image: torch.Tensor, name: str) -> Fidelity:
-    """PSNR and SSIM of an image [H, W, C] against its reference [H, W, C], both cut off to 0..1 as in a saved file.
+    """Return PSNR and SSIM of an image [H, W, C] against its reference, both clamped to 0..1 as in a saved file.
 
     SSIM is the mean over channels and over all places where the window lies inside the image. Raises ValueError that
     names `name` or the reference where a value is NaN or Inf.
@@ -92,7 +83,7 @@ def compare_images(reference: torch.Tensor, image: torch.Tensor, name: str) -> F
 
 
 def difference(reference: torch.Tensor, image: torch.Tensor, amplification: float) -> torch.Tensor:
-    """`amplification` times the absolute difference of two images [H, W, C], cut off at 1."""
+    """Return `amplification` times the absolute difference of two images [H, W, C], at most 1."""
     return (image - reference.to(image)).abs_().mul_(amplification).clamp_(max=1)
 
 
@@ -114,11 +105,9 @@ def _size(image: torch.Tensor) -> str:
 
 
 def comparison_table(results: Mapping[str, Sequence[Fidelity]]) -> dict[str, Any]:
-    """The fidelity of each pair, the mean and its 95 % interval: `title`, `columns`, `rows` and `notes` of a table, all
-    of it text.
+    """Return the `title`, `columns`, `rows` and `notes` of a table, in text: each pair, the mean, its 95 % interval.
 
-    Args:
-        results: by name, one or two candidates for the same references. With two, the first minus the second too.
+    `results` has one or two candidates by name, for the same references; of two also the first minus the second.
     """
     names = list(results)
     columns, cells, verdicts = ["pair"], [], []
@@ -146,7 +135,7 @@ def comparison_table(results: Mapping[str, Sequence[Fidelity]]) -> dict[str, Any
 
 
 def _seen(psnrs: Sequence[float]) -> str:
-    """What a person sees of the mean PSNR of one candidate, in words."""
+    """Return in words how visible the difference of one candidate's mean PSNR is."""
     finites = finite(psnrs)
     if not finites:
         return "identical to the reference"
@@ -156,7 +145,7 @@ def _seen(psnrs: Sequence[float]) -> str:
 
 
 def _column(values: Sequence[float], form: str) -> list[str]:
-    """A cell for each value, for the mean of those that are finite, and for its interval where there are pairs."""
+    """Return a cell for each value, for the mean of the finite ones, and for its interval where there are pairs."""
     finites = finite(values)
     cells = [_cell(value, form) for value in values]
     cells.append(_cell(float(numpy.mean(finites)) if finites else values[0], form))
@@ -171,7 +160,7 @@ def _cell(value: float, form: str) -> str:
 
 
 def _verdict(differences: Sequence[float], names: Sequence[str], unit: str, digits: int) -> str:
-    """Which of two candidates is closer to the reference, or that this is not known."""
+    """Return in words which of two candidates is closer to the reference, or that this is not known."""
     finites = finite(differences)
     bounds = interval(finites)
     if bounds is None:
@@ -186,20 +175,22 @@ def _verdict(differences: Sequence[float], names: Sequence[str], unit: str, digi
 
 
 def finite(values: Sequence[float]) -> list[float]:
-    """Those that are neither infinite nor NaN."""
+    """Return those that are neither infinite nor NaN."""
     return [value for value in values if math.isfinite(value)]
 
 
 def minus(a: float, b: float) -> float:
-    """a - b; 0 for two that are infinite, NaN where only one is."""
+    """Return a - b; 0 for two that are infinite, NaN where only one is."""
     return 0.0 if a == b else a - b if math.isfinite(a) and math.isfinite(b) else math.nan
 
 
 def interval(
     *samples: Sequence[float] | numpy.ndarray, statistic: Callable[..., numpy.ndarray] = numpy.mean
 ) -> tuple[float, float] | None:
-    """The 95 % interval of a statistic of as many arrays, along its keyword argument `axis`, by the percentile
-    bootstrap; None of fewer than two items. Samples of equal length belong together item by item, and are drawn so."""
+    """Return the 95 % interval of a statistic of arrays by the percentile bootstrap, None of fewer than two items.
+
+    The statistic has a keyword argument `axis`. Several samples are drawn together, item by item.
+    """
     from scipy.stats import bootstrap  # comes with ComfyUI; too large to import at each start
 
     if len(samples[0]) < 2:

@@ -1,15 +1,14 @@
 """The plots that nodes draw as an IMAGE: panels of rows, each a bar beside a name or a mark above a number.
 
-matplotlib takes a second to import, so that is done when something is drawn. Only its objects are used: what pyplot
-keeps is one for the whole process, which other packs draw in too.
+matplotlib takes a second to import, so that is done when something is drawn. Only its objects are used, because
+pyplot's state belongs to the whole process, and other packs draw in it too.
 """
 
 import importlib.util
 import statistics
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
@@ -45,16 +44,9 @@ _QUANTIZATION = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """One value.
-
-    Attributes:
-        place: the name beside a bar, or the number below a mark.
-        series: what it is, in the legend.
-        span: the ends of a line along it.
-        figure: what is written behind a bar.
-    """
+class Row(NamedTuple):
+    """One value: `place` is the name beside a bar or the number below a mark, `series` its name in the legend, `span`
+    the ends of a line along it, and `figure` the text behind a bar."""
 
     place: str | int
     series: str
@@ -63,9 +55,8 @@ class Row:
     figure: str = ""
 
 
-@dataclass(frozen=True)
-class Panel:
-    """The rows of a chart, as many lines above it as the others have, and what is below it."""
+class Panel(NamedTuple):
+    """The rows of a chart, with the lines above it and below it."""
 
     title: str
     axis: str
@@ -73,7 +64,7 @@ class Panel:
 
 
 def check_matplotlib() -> None:
-    """Raise ImportError with what to do where matplotlib is missing; for before the work whose result is drawn."""
+    """Raise ImportError with what to do where matplotlib is missing. Call before the work whose result is drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
             "the report is drawn with matplotlib, which is not installed: run `pip install matplotlib` with ComfyUI's "
@@ -82,7 +73,7 @@ def check_matplotlib() -> None:
 
 
 def as_comfyui_image(figure: "Figure") -> torch.Tensor:
-    """A sheet as a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1."""
+    """Render a sheet as a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)
@@ -99,7 +90,7 @@ def draw(
     ends: tuple[float, float],
     ticks: Mapping[float, str],
 ) -> "Figure":
-    """A sheet: a title and a text, a legend of what is drawn, and the panels, all on one scale of values.
+    """Draw a sheet: a title and a text, a legend of the series, and the panels, all on one scale of values.
 
     Args:
         panels: all with names, of which the one with the least values is on top, or all with numbers.
@@ -171,7 +162,7 @@ def _fill(
     series: Mapping[str, tuple[str, str]],
     ends: tuple[float, float],
 ) -> "Axis":
-    """Draw bars beside names or marks above numbers, where all `places` have room. Return the axis of values."""
+    """Draw bars beside names or marks above numbers, with room for all `places`. Return the axis of values."""
     from matplotlib.ticker import MaxNLocator
 
     axes.spines[:].set_visible(False)
@@ -203,7 +194,7 @@ def _fill(
 
 
 def _shortened(text: str, width: float) -> str:
-    """Lines of small text without the beginning of those that are wider than `width` inches."""
+    """Cut off the beginning of lines of small text that are wider than `width` inches."""
     letters = int(_LETTERS_PER_INCH * width)
     return "\n".join(line if len(line) <= letters else f"…{line[1 - letters :]}" for line in text.split("\n"))
 
@@ -211,7 +202,7 @@ def _shortened(text: str, width: float) -> str:
 def plot_times(
     results: Sequence[Times], headline: str, environment: str, attention: Sequence[Times] = ()
 ) -> torch.Tensor:
-    """The picture of a benchmark as a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1: linears, then attention."""
+    """Draw a benchmark as a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1: linears, then attention."""
     sheets = [draw_times(results, headline, "Times of linears", environment)]
     if attention:
         sheets.append(draw_times(attention, "", "Times of attention calls", "", COMFYUI_CHOICE, _ATTENTION))
@@ -226,7 +217,7 @@ def draw_times(
     reference: str = BF16,
     ours: Collection[str] = (FUSED, FUSED_CODES),
 ) -> "Figure":
-    """A panel per result, a bar per method: median time relative to the reference, and where the rounds lie.
+    """Draw a panel per result, a bar per method: median time relative to the reference, and the span of the rounds.
 
     Without the reference (bf16 found no memory) times are relative to the slowest method.
     """
@@ -247,24 +238,21 @@ def draw_times(
 
 
 def plot_chart(chart: dict[str, Any]) -> torch.Tensor:
-    """A QuantizationReport's chart as a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1."""
+    """Draw a QuantizationReport's chart as a ComfyUI IMAGE, float32 [1, height, width, 3] in 0..1."""
     return as_comfyui_image(draw_chart(chart))
 
 
 def draw_chart(chart: dict[str, Any]) -> "Figure":
-    """One panel per kind of layer, all on one logarithmic scale, at whose foot bf16 stands, which has no error.
+    """Draw a panel per kind of layer, all on one logarithmic scale; bf16, without error, stands at its foot.
 
     A layer's error in plain INT8 is grey. A line leads from it to the error as quantized: blue, or red where the layer
     is protected.
     """
     panels, low = [], chart["low"]
     for panel in chart["panels"]:
-        means = (
-            ""
-            if panel["before"] is None
-            else f"   {report.percent(panel['before'])} → {report.percent(panel['after'])}"
-        )
-        axis, rows = panel["blocks"] and f"number of the block in {panel['blocks']}", []
+        title, axis, rows = panel["kind"], panel["blocks"] and f"number of the block in {panel['blocks']}", []
+        if panel["before"] is not None:
+            title += f"   {report.percent(panel['before'])} → {report.percent(panel['after'])}"
         for mark in panel["marks"]:
             block = mark["block"] or 0  # what is in no block has no depth
             before, after = (max(mark[when] or 0.0, low) for when in ("before", "after"))
@@ -273,7 +261,7 @@ def draw_chart(chart: dict[str, Any]) -> "Figure":
             else:
                 name = _PROTECTED[mark["held_in"]] if mark["protected"] else _QUANTIZED
                 rows += [Row(block, chart["plain"], before, (before, before)), Row(block, name, after, (before, after))]
-        panels.append(Panel(panel["kind"] + means, axis, rows))
+        panels.append(Panel(title, axis, rows))
     ticks = {tick: f"{100 * tick:g} %" for tick in chart["ticks"]}
     series = {chart["plain"]: (PLAIN, "o"), **_QUANTIZATION}
     return draw(chart["title"], chart["summary"], panels, series, (low, chart["high"]), ticks)
