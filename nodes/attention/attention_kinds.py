@@ -37,9 +37,11 @@ class AttentionCall(NamedTuple):
             this form have other axes.
         heads: those of q.
         mask: of four axes, or None.
+        scale: the factor of the logits; None for the width to the power of -1/2.
+        grouped: whether several heads of q share one of k and v.
         flat_output: whether the output is [batch, tokens, heads * width].
         attn_precision: the dtype that the layer asks for in the logits, or None.
-        keywords: the other named arguments of the call.
+        keywords: the other named arguments of the call, scale and grouping included.
         otherwise: computes the call where nothing else does, with the arguments of ComfyUI's functions.
     """
 
@@ -48,20 +50,12 @@ class AttentionCall(NamedTuple):
     v: torch.Tensor
     heads: int
     mask: torch.Tensor | None
+    scale: float | None
+    grouped: bool
     flat_output: bool
     attn_precision: torch.dtype | None
     keywords: Mapping[str, Any]
     otherwise: Callable[..., torch.Tensor]
-
-    @property
-    def scale(self) -> float | None:
-        """The factor of the logits; None for the width to the power of -1/2."""
-        return self.keywords.get("scale")
-
-    @property
-    def grouped(self) -> bool:
-        """Whether several heads of q share one of k and v."""
-        return bool(self.keywords.get("enable_gqa"))
 
 
 def read_call(
@@ -80,7 +74,8 @@ def read_call(
     tensors = [q, k, v] if isinstance(q, torch.Tensor) else [tensor.peek() for tensor in (q, k, v)]
     q4, k4, v4 = (_by_head(tensor, tensors[0], heads, skip_reshape) for tensor in tensors)
     full_mask = mask if mask is None or mask.ndim > 3 else mask[(None,) * (3 - mask.ndim)].unsqueeze(1)
-    return AttentionCall(q4, k4, v4, heads, full_mask, not skip_output_reshape, attn_precision, keywords, otherwise)
+    computed = q4, k4, v4, heads, full_mask, keywords.get("scale"), bool(keywords.get("enable_gqa"))
+    return AttentionCall(*computed, not skip_output_reshape, attn_precision, keywords, otherwise)
 
 
 def _by_head(tensor: torch.Tensor, q: torch.Tensor, heads: int, skip_reshape: bool) -> torch.Tensor:
