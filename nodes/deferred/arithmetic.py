@@ -1,4 +1,4 @@
-"""Norms, activations, modulations, gates and residuals, also in place: what functions do to deferred operands."""
+"""Handlers of norms, activations, modulations, gates and residuals, also in place."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ...kernels import Norm
 from . import takers
-from .mode import OF_DEFERRED, Deferring
+from .mode import Deferring
 from .notes import MEMORY, Deferred, valued
 from .operands import Activated, Copied, Joined, Normed, Sliced, Spread
 from .reading import PLAIN, Args, Kwargs, T, as_it_is, gate_of, is_rows, modulation_of, now, on, operand_of
@@ -17,7 +17,7 @@ from .views import slice_of, tokens_of
 _RMS: Any = "rms", torch.finfo(torch.float32).eps, ("weight", "eps")
 _LAYER: Any = "layer", 1e-5, ("weight", "bias", "eps")
 _NORMS = {F.rms_norm: _RMS, torch.rms_norm: _RMS, F.layer_norm: _LAYER, torch.layer_norm: _LAYER}
-"""Each with its kind, what PyTorch adds where it says nothing of that, and its arguments behind input and shape."""
+"""The kind of each, PyTorch's default of eps, and the arguments behind input and shape."""
 
 
 @on(*_NORMS)
@@ -31,14 +31,12 @@ def _norm(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     source = now(x) if copied is None else copied.x
     if not is_rows(source) or len(shape) != 1 or shape[0] != source.shape[-1]:
         return NotImplemented
-    for name in ("weight", "bias"):
-        tensor = given.get(name)
-        if tensor is None:
-            continue
-        if tensor.dtype != x.dtype or tensor.device != source.device or type(tensor) not in PLAIN:
-            return NotImplemented
-        if type(tensor) is not torch.nn.Parameter:
-            given[name] = tensor.clone()  # ComfyUI takes back the memory of a weight that it has cast
+    for name, tensor in given.items():
+        if name != "eps" and tensor is not None:
+            if tensor.dtype != x.dtype or tensor.device != source.device or type(tensor) not in PLAIN:
+                return NotImplemented
+            if type(tensor) is not torch.nn.Parameter:
+                given[name] = tensor.clone()  # ComfyUI takes back the memory of a weight that it has cast
     eps = given.get("eps")
     operand = Normed(source, Norm(kind, least if eps is None else eps, given.get("weight"), given.get("bias")))
     return mode.note(x, operand, func, (source if source.dtype == x.dtype else x, shape), given)
@@ -59,7 +57,7 @@ def _activation(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _two(args: Args, kwargs: Kwargs) -> tuple[Any, Any] | None:
-    """Both operands of an arithmetic function that is called without options."""
+    """Return both arguments of an arithmetic function; None where there are options, such as `alpha`."""
     return (now(args[0]), now(args[1])) if len(args) == 2 and not kwargs else None
 
 
@@ -88,7 +86,7 @@ def _mul(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _spread_plus(mode: Deferring, func: Any, both: tuple[Any, Any]) -> Any:
-    """Arithmetic of a modulation of groups and a number, or what all tokens share: done once a group."""
+    """Handle arithmetic of a modulation of groups and a number, or a vector for all tokens: once a group."""
     for x, y in (both, both[::-1]):
         spread = operand_of(x, Spread)
         if spread is not None and (
@@ -100,7 +98,7 @@ def _spread_plus(mode: Deferring, func: Any, both: tuple[Any, Any]) -> Any:
     return NotImplemented
 
 
-@on(torch.add, T.add, T.__add__, T.__radd__, of=OF_DEFERRED)
+@on(torch.add, T.add, T.__add__, T.__radd__, of_deferred=True)
 def _add(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     both = _two(args, kwargs)
     if both is None:
@@ -108,7 +106,7 @@ def _add(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     for x, y in (both, both[::-1]):
         operand = operand_of(x, Normed)
         if operand is not None and operand.norm is not None and operand.shift is None:
-            # What has as many numbers is a shift of each token, or a residual, which models write first.
+            # A tensor of as many numbers is a shift of each token, or a residual, which models write first.
             shift = modulation_of(mode, y, x) if x is both[0] else gate_of(mode, y, x)
             if shift is not None and not operand.all_heads and (operand.scale is None or operand.rows is shift[1]):
                 return mode.note(x, Normed(operand.x, operand.norm, operand.scale, *shift), func, both)
@@ -144,7 +142,7 @@ def _addcmul(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _gated(mode: Deferring, start: Any, factors: Sequence[Any], in_place: bool) -> Any:
-    """start + y gate by the fused op, for a y that is normed or in memory."""
+    """Return start + y gate by the fused op, for a y that is normed or in memory."""
     for y, gate in (factors, factors[::-1]):
         operand, modulation = y.note.operand if type(y) is Deferred else None, None
         if type(operand) is Normed and operand.is_unmodulated:
@@ -161,7 +159,7 @@ def _gated(mode: Deferring, start: Any, factors: Sequence[Any], in_place: bool) 
 _IN_PLACE = {T.add_: torch.add, T.__iadd__: torch.add, T.mul_: torch.mul, T.__imul__: torch.mul}
 
 
-@on(*_IN_PLACE, of=OF_DEFERRED)
+@on(*_IN_PLACE, of_deferred=True)
 def _write(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     both = _two(args, kwargs)
     if both is None:
@@ -177,7 +175,7 @@ def _write(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _absorbed(mode: Deferring, func: Any, target: Deferred, other: Any) -> Any:
-    """A write into a deferred tensor becomes part of its note; views of it read what it is from now on."""
+    """Make a write into a deferred tensor part of its note, which views of it read from now on."""
     note, sliced, changed = target.note, operand_of(target, Sliced), _mul if func is torch.mul else _add
     if sliced is None and (operand_of(target, Normed, Activated) is None or note.viewed or note.is_view):
         return NotImplemented
@@ -193,7 +191,7 @@ def _absorbed(mode: Deferring, func: Any, target: Deferred, other: Any) -> Any:
 
 
 def _tokens(mode: Deferring, x: Any, start: int, stop: int) -> list[Any]:
-    """Parts of a deferred norm that follow each other from one token to another; none if they cannot be told apart."""
+    """Return the parts that some tokens of a deferred norm consist of; none if they cannot be told apart."""
     operand, first, parts = operand_of(x, Normed, Joined), 0, []
     if stop - start == x.shape[-2]:
         return [x]
@@ -211,7 +209,7 @@ def _tokens(mode: Deferring, x: Any, start: int, stop: int) -> list[Any]:
 
 
 def _put(mode: Deferring, target: Deferred, start: int, stop: int, part: Any, func: Any, other: Any) -> Any:
-    """Let some tokens of a deferred norm be another tensor, which is `func` of what they were and of `other`."""
+    """Replace some tokens of a deferred norm by another tensor, `func` of these tokens and `other`."""
     note, before = target.note, as_it_is(target)
     form = (*note.shape[:-2], stop - start, note.shape[-1])
     is_norm = operand_of(target, Normed, Joined) is not None and not (note.viewed or note.is_view)
@@ -231,7 +229,7 @@ def _with_tokens_changed(x: torch.Tensor, func: Any, start: int, stop: int, othe
     return changed
 
 
-@on(T.__setitem__, of=OF_DEFERRED)
+@on(T.__setitem__, of_deferred=True)
 def _set_item(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     target, index, value = args
     tokens = tokens_of(index, target) if type(target) is Deferred else None

@@ -1,4 +1,4 @@
-"""What fused ops take, compared with what the model's own calls give: each kind of work a few times."""
+"""Comparisons of operands with results of the model's own calls, each kind of work a few times."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -8,18 +8,16 @@ import torch
 
 from .notes import Deferred, Note
 
-# A result in bf16 is within 0.4 % after three roundings. What was computed otherwise is further away.
-_MOST_APART = 0.01
-# Blocks of a model do the same work, and to compare it in all of them takes as long as a step.
-_MOST_COMPARED = 3
+_MOST_APART = 0.01  # a result in bf16 is within 0.4 % after three roundings, and a defect further away
+_MOST_COMPARED = 3  # a model's blocks do the same work, and to compare all of them takes as long as a step
 _SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class Comparisons:
     """The comparisons of one forward.
 
-    A kind of work is a call and the forms of its arguments: numbers, tensors' layouts, kinds of deferred ones. Equal
-    calls share an integer id. An argument of any other type makes the call a kind of its own.
+    A kind of work is an integer id that equal calls share: of one function, with equal numbers, tensors of equal
+    layouts, and deferred tensors of equal kinds. An argument of any other type makes the call a kind of its own.
     """
 
     def __init__(self) -> None:
@@ -28,7 +26,7 @@ class Comparisons:
         self._compared: Counter[int] = Counter()
 
     def kinds(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-        """The kind of a call, and behind it those of the deferred work that it reads."""
+        """Return the kind of a call, followed by the kinds of the deferred work that it reads."""
         read: list[int] = []
 
         def form(value: Any) -> Any:
@@ -56,14 +54,14 @@ class Comparisons:
         return self._compared[kinds[0]] >= _MOST_COMPARED
 
     def add(self, kinds: Sequence[int], fused: torch.Tensor, plain: torch.Tensor) -> None:
-        """Note how far the result of a fused op is from that of the model's own calls, of which these are the kinds."""
+        """Record the relative error of a fused op's result, given the model's own result and its kinds."""
         self._compared.update(kinds)
         plain = plain.float()
         apart, size = (fused.float() - plain).norm(), plain.norm()
         self._apart.append(torch.where(size > 0, apart / size, apart))
 
     def agree(self) -> bool | None:
-        """Whether all differ by rounding at most; None where there are no numbers to tell."""
+        """Whether all differ by rounding at most; None if all errors are NaN."""
         if not self._apart:
             return True
         apart = torch.stack(self._apart)

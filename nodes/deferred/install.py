@@ -1,4 +1,4 @@
-"""Where the mode is on: in the calls of a MODEL, of a text encoder, and of single modules."""
+"""Wrappers that let work be deferred: around the calls of a MODEL, of a text encoder, and of single modules."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -20,13 +20,13 @@ from .mode import Deferring
 from .notes import seen_from
 
 KEY = "int8_dit_deferred"
-"""Under which a MODEL has the wrapper."""
+"""The key of the wrapper in a MODEL."""
 
-_MOST_SAID = 120  # of an error, which may be a page
+_MOST_SAID = 120  # characters of an error, which may be a page
 
 
 def defer(model: ModelPatcher) -> None:
-    """Let the INT8 linears of a MODEL take the work between them, whatever forwards its blocks have."""
+    """Wrap the forward of a MODEL, so that the work between its linears is deferred."""
     calls = _Calls()
     model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, calls.call)
@@ -35,19 +35,19 @@ def defer(model: ModelPatcher) -> None:
 
 
 def past_kernel(model: ModelPatcher) -> set[str]:
-    """The linears of a MODEL that ComfyUI was seen to multiply by past the kernel, by path in the diffusion model."""
+    """Return paths in the diffusion model of linears that a first step found multiplied past the fused kernel."""
     calls = model.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
     return calls[0].__self__.past if calls else set()
 
 
 def deferring_class(own: Any) -> type:
-    """A class of modules like `own` whose calls run in the mode, such as that of a text encoder."""
+    """Return a subclass of a module's class, such as a text encoder's, whose forward defers work."""
     calls = _Calls()
 
     class DeferringModule(own):
         def forward(self, *args, **kwargs):
             given = (*args, *kwargs.values())
-            # Its weights may be offloaded, and come to its inputs for each product.
+            # That of the inputs: weights may be offloaded, and come to them for each product.
             device = next(value for value in (*given, *self.parameters()) if isinstance(value, torch.Tensor)).device
             return calls.run(self, partial(super().forward, *args, **kwargs), device, (*_form_of(given), *kwargs))
 
@@ -57,46 +57,44 @@ def deferring_class(own: Any) -> type:
 
 
 def deferred_call(call: Callable[[], Any]) -> Any:
-    """Call a forward in which work is deferred, with nothing compared."""
+    """Call a forward in which work is deferred, without comparisons."""
     with Deferring() as forward:
         output = call()
     return forward.finish(output)
 
 
 class _Calls:
-    """The calls of a MODEL and its clones, or of a module."""
+    """The wrapper of a MODEL and its clones, or of a module. It compares the first call under each condition."""
 
     def __init__(self) -> None:
-        # Of each root module: under which conditions deferred calls agree with its own.
+        # By root module and conditions: whether deferred calls agree with the module's own.
         self._agreed: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple, bool]] = weakref.WeakKeyDictionary()
         self._compiled: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
-        self.past: set[str] = set()  # linears that ComfyUI multiplied by past the kernel
+        self.past: set[str] = set()  # paths of linears that are multiplied past the kernel
 
     def call(
         self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options: Mapping = {}, **named
     ) -> Any:
-        """A wrapper around BaseModel's apply_model, with its arguments."""
-        arguments = (x, t, c_concat, c_crossattn, control, transformer_options)
-        root = executor.class_obj.diffusion_model
+        """Wrap BaseModel's apply_model, whose arguments these are."""
         if compiles(transformer_options):
-            return executor(*arguments, **named)
-        given = (*arguments[:5], *named.values())
+            return executor(x, t, c_concat, c_crossattn, control, transformer_options, **named)
+        given = (x, t, c_concat, c_crossattn, control, *named.values())
         conditions = (*_form_of(given), _options_of(transformer_options), *named)
 
         def run() -> Any:
             return executor(seen_from(x), t, c_concat, seen_from(c_crossattn), control, transformer_options, **named)
 
-        return self.run(root, run, x.device, conditions)
+        return self.run(executor.class_obj.diffusion_model, run, x.device, conditions)
 
     def look_again(self, model: ModelPatcher) -> None:
-        """Before each sampling: other nodes may have compiled parts of the model."""
+        """Forget which modules are compiled, before each sampling: other nodes may have compiled some."""
         self._compiled.clear()
 
     @foreground.computing()
     def run(self, root: torch.nn.Module, call: Callable[[], Any], device: torch.device, conditions: tuple) -> Any:
-        """Call what runs a module: deferred wherever its linears run fused and deferred calls agree with its own.
+        """Call a module's forward, deferred where its linears run fused and deferred calls agree with its own.
 
-        No clock decides, and nothing that is compiled or not: one seed gives one picture.
+        Neither times nor which kernels are compiled decide: one seed gives one picture.
         """
         if torch.is_grad_enabled() or comfy.model_management.in_training or torch.compiler.is_compiling():
             return call()
@@ -128,8 +126,8 @@ class _Calls:
 
 
 def _compared(root: torch.nn.Module, call: Callable[[], Any], ran: CalledLinears) -> tuple[Any, bool | None]:
-    """The output of a deferred call in which all is compared, or of the module's own forward where that is not the
-    same; and whether it is. None where no numbers tell, and where no linear was called, by what `ran`."""
+    """Return the output of a deferred call with comparisons, or of the module's own forward where they disagree; and
+    whether they agree: None if all of it is NaN, or if no linear of `ran` was called."""
     try:
         with Deferring(checking=True) as forward:
             output = call()
@@ -139,7 +137,7 @@ def _compared(root: torch.nn.Module, call: Callable[[], Any], ran: CalledLinears
         why = "its fused form does not do the same here"
     except (comfy.model_management.InterruptProcessingException, comfy.model_management.OOM_EXCEPTION):
         raise
-    except Exception as error:  # whatever it is, the model's own forward can do without
+    except Exception as error:  # of any kind: the model's own forward runs instead
         said = str(error).strip().partition("\n")[0]
         found, why = False, f"its fused form failed ({type(error).__name__}: {said[:_MOST_SAID]})"
     if found:
@@ -154,17 +152,17 @@ def _compared(root: torch.nn.Module, call: Callable[[], Any], ran: CalledLinears
 
 
 def _is_fused(part: Any, device: torch.device) -> bool:
-    """Whether a part of a model is a linear by whose weight the fused kernel multiplies there."""
+    """Whether a module is a linear that runs fused on a device."""
     return hasattr(part, "is_fused_on") and part.is_fused_on(device)
 
 
 def _form_of(values: Any) -> tuple:
-    """Of what kinds arguments are."""
+    """Return the dtypes and axes of tensors, and the types of other values."""
     return tuple([(value.dtype, value.ndim) if isinstance(value, torch.Tensor) else type(value) for value in values])
 
 
 def _options_of(options: Mapping[str, Any]) -> tuple:
-    """What a MODEL's options change in its forward: their names, the choices among them, the kinds of patches."""
+    """Return what of a MODEL's options changes its forward: names, flags, types, kinds of patches."""
     kinds = [
         kind for name in ("patches", "patches_replace") for kind, found in (options.get(name) or {}).items() if found
     ]

@@ -1,7 +1,7 @@
-"""One forward of a model in which work is deferred: which calls of PyTorch's functions are seen, and by whom.
+"""The function mode of one forward in which work is deferred: it sees calls of PyTorch's functions.
 
-Tensors that the pack's linears give are Tracked: what is called with one is seen here, and so is what is called with a
-deferred one. As long as a note waits, a mode shows all other calls too, since one may write into what the note reads.
+Calls with a tracked tensor, as the pack's linears return them, or with a deferred one are always seen. While a note
+waits, the mode sees all other calls too, since one may write into what the note reads.
 """
 
 import functools
@@ -19,27 +19,24 @@ from .notes import Deferred, Note, Tracked, called_on_values, deferred, forget_f
 from .writes import HANDED_OUT, storages, written_arguments
 
 Handler = Callable[["Deferring", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
-"""What a function of PyTorch's becomes: its result, perhaps deferred; NotImplemented where its values are wanted."""
+"""Returns the result of a function of PyTorch's, perhaps deferred; NotImplemented where values are to be computed."""
 
-HANDLERS: dict[Any, Handler] = {}
-"""By function: those that are asked where an argument is tracked or deferred."""
-
-OF_DEFERRED: dict[Any, Handler] = {}
-"""By function: those that are asked only where an argument is deferred."""
+HANDLERS: dict[Any, tuple[Handler, bool]] = {}
+"""By function: a handler of calls with a tracked or a deferred argument, and whether one must be deferred."""
 
 TRACKED: set[Any] = set()
-"""The functions whose results are tracked where an argument is."""
+"""Functions whose results are tracked where an argument is."""
 
 LEAST_ROWS = 8
-"""Fewer rows, such as the vectors that modulations are made of, are computed at once: a note costs more."""
+"""Tensors of fewer rows, such as vectors of modulations, are computed at once: a note costs more."""
 
 NOTE_SECONDS = 8.5e-6
-"""What a note costs the host, about. A tensor on a GPU that is read and written faster, such as a prompt's beside an
-image, is not worth one: of 2 million numbers on an RTX 3090, of 10 million on an H200."""
+"""Host time of a note, about. Tensors that a GPU reads and writes faster, such as a prompt's beside an image, get none:
+those below 2 million numbers on an RTX 3090, below 10 million on an H200."""
 
 
 def are_enough(shape: torch.Size, is_cuda: bool) -> bool:
-    """Whether a tensor of a shape, on a GPU or not, has enough rows of channels for work on it to wait."""
+    """Whether a tensor of this shape, on a GPU or not, has enough rows of channels for work on it to wait."""
     if len(shape) < 2 or shape[-1] < 2:
         return False
     numbers = shape.numel()
@@ -47,20 +44,20 @@ def are_enough(shape: torch.Size, is_cuda: bool) -> bool:
 
 
 @functools.lru_cache(4096)
-def _known(func: Any) -> tuple[Handler | None, Handler | None, bool, bool]:
-    """A function's entries: its handlers, whether it may write into arguments, and whether its results are tracked."""
-    return HANDLERS.get(func), OF_DEFERRED.get(func), written_arguments(func) is not None, func in TRACKED
+def _known(func: Any) -> tuple[Handler | None, bool, Any, bool]:
+    """Look up a function: its entry of HANDLERS, its `written_arguments`, and whether its results are tracked."""
+    handler, of_deferred = HANDLERS.get(func, (None, False))
+    return handler, of_deferred, written_arguments(func), func in TRACKED
 
 
-_MANY = 64  # notes, after which those that are gone are forgotten
+_MANY = 64  # notes, after which references to those that are gone are dropped
 
 
 class Deferring(TorchFunctionMode):
-    """A context: one forward of a model. As a mode it is on while notes wait.
+    """A context for one forward of a model. As a function mode it is on while notes wait.
 
     Args:
-        checking: whether this forward also computes values as the model itself does, and compares what fused ops take
-            with them.
+        checking: whether this forward also computes values as the model does and compares operands with them.
     """
 
     def __init__(self, checking: bool = False) -> None:
@@ -69,8 +66,8 @@ class Deferring(TorchFunctionMode):
         self._notes: list[weakref.ref[Note]] = []
         self._waiting_notes = 0
         self._is_on = False
-        self._handed_out: set[int] = set()  # host memory that something else than PyTorch may write into
-        self.turned: weakref.ref[Note] | None = None  # rotary positions that wait for the next ones
+        self._handed_out: set[int] = set()  # storages that something else than PyTorch may write into
+        self.turned: weakref.ref[Note] | None = None  # queries that wait for keys at the same rotary positions
         self._rows: dict[tuple, torch.Tensor] = {}
 
     def __enter__(self) -> "Deferring":
@@ -89,23 +86,21 @@ class Deferring(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def called(self, func: Any, types: Sequence[type], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """A call with a tracked or a deferred argument."""
+        """Handle a call with a tracked or a deferred argument."""
         with outside():
-            handler, of_deferred, writes, is_tracked = _known(func)
+            handler, of_deferred, written, is_tracked = _known(func)
             some_deferred = Deferred in types
-            if handler is None and some_deferred:
-                handler = of_deferred
-            if handler is not None and args and "out" not in kwargs and not torch.is_grad_enabled():
-                result = handler(self, func, args, kwargs)
+            if handler is not None and (some_deferred or not of_deferred) and args and "out" not in kwargs:
+                result = NotImplemented if torch.is_grad_enabled() else handler(self, func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            writes = writes or "out" in kwargs
+            writes = written or "out" in kwargs
             if writes:
                 self.before_writes_of(func, args, kwargs)
             result = called_on_values(func, args, kwargs) if some_deferred else func(*args, **kwargs)
-            if writes:  # a call may have given them another form
+            if writes:
                 forget_form((*args, *kwargs.values()))
-            if func is torch.Tensor.__setitem__:  # parts that a model's stream is put together of
+            if func is torch.Tensor.__setitem__:  # a model's stream, filled part by part
                 self.tracked(args[0])
             return self.tracked(result) if is_tracked else result
 
@@ -125,7 +120,7 @@ class Deferring(TorchFunctionMode):
 
     def before_writes_of(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
         """Compute what reads memory that a call writes into."""
-        written = written_arguments(func)
+        written = _known(func)[2]
         if written is not None:
             self.before_write(written(args, kwargs))
             if getattr(func, "__name__", "") in HANDED_OUT:
@@ -134,14 +129,17 @@ class Deferring(TorchFunctionMode):
             self.before_write((kwargs["out"],))
 
     def before_write(self, targets: Any) -> None:
-        """Compute what reads memory that is written into now."""
+        """Compute what reads the memory of `targets`, which is written into next."""
         if not self._notes:
             return
         with outside():
             found = set(storages(targets))
-            # The latest first: what it was made of is gone with it, if nobody else has that.
+            # The latest first: a value that is computed drops the notes that only it reads.
             for reference in reversed(self._notes):
-                _write_into(found, reference())
+                note = reference()
+                if note is not None and note.is_in(found):
+                    note.written()
+                del note
             self._notes = [note for note in self._notes if getattr(note(), "operand", None) is not None]
 
     def note(
@@ -155,8 +153,10 @@ class Deferring(TorchFunctionMode):
         dtype: torch.dtype | None = None,
         is_view: bool = False,
     ) -> Deferred:
-        """A deferred tensor of the form of `like`, if no other is named. Its value is `call` of `args`: with what a
-        deferred tensor among them is now, or for a view with what that is when the value is read."""
+        """Return a deferred tensor of the form of `like`, or of `shape` and `dtype`.
+
+        Its value is `call` of `args`: of deferred ones as they are now, for a view as they are when it is read.
+        """
         if not is_view:
             args = [argument.note if type(argument) is Deferred else argument for argument in args]
         like = like.note if type(like) is Deferred else like
@@ -179,23 +179,23 @@ class Deferring(TorchFunctionMode):
         return deferred(note)
 
     def waits_no_more(self) -> None:
-        """Count one waiting note less; at zero leave the mode. A note waits until it is computed, gone or released."""
+        """Count one waiting note fewer; at zero leave the mode. A note waits until it is computed, gone or released."""
         self._waiting_notes -= 1
         if not self._waiting_notes:
             self._stop_watching()
 
     def _stop_watching(self, everywhere: bool = False) -> None:
-        """End the mode if it is the last one; where it is not, it goes with the next note, or with the forward."""
+        """Leave the mode if it is the innermost one; else the next note, or the end of the forward, leaves it."""
         if self._is_on and function_modes.remove(self, everywhere):
             self._is_on = False
 
     def settle(self) -> None:
-        """End the mode if no note waits, at a place where modes may end."""
+        """Leave the mode if no note waits. Call it where no other mode has begun since."""
         if self._is_on and not self._waiting_notes:
             self._stop_watching()
 
     def rows_of(self, each: int, tokens: int, device: torch.device) -> torch.Tensor:
-        """Which row of a modulation each token has, of groups of `each`: int32 [tokens]."""
+        """Return int32 [tokens], the row of a modulation that each token has, in groups of `each`."""
         key = each, tokens, device
         if key not in self._rows:
             self._rows[key] = torch.arange(tokens, dtype=torch.int32, device=device) // each
@@ -207,7 +207,7 @@ class Deferring(TorchFunctionMode):
     def compare(
         self, results: Sequence[torch.Tensor], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Compare what a fused op gave with what the model's own call gives, in a forward that does so."""
+        """Compare results of a fused op with those of the model's own call, in a forward that compares."""
         if self._comparisons is None:
             return
         kinds = self._comparisons.kinds(func, args, kwargs)
@@ -217,20 +217,14 @@ class Deferring(TorchFunctionMode):
                 self._comparisons.add(kinds, result, its)
 
     def agreed(self) -> bool | None:
-        """Whether all that was compared differs by rounding at most; None where there are no numbers to tell."""
+        """Whether all that was compared differs by rounding at most; None if all of it is NaN."""
         return True if self._comparisons is None else self._comparisons.agree()
 
     def finish(self, output: Any) -> Any:
-        """A forward's output in values and in plain tensors; what outlives the forward is computed now."""
+        """Compute all notes that are alive, and return the forward's output in plain tensors."""
         for note in self._alive():
             note.value()
-            note.let_go()
         return _plain(valued(output))
-
-
-def _write_into(storages: set[int], note: Note | None) -> None:
-    if note is not None and note.is_in(storages):
-        note.written()
 
 
 def _plain(output: Any) -> Any:

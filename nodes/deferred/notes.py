@@ -1,8 +1,7 @@
-"""What is noted: tensors whose values are not computed yet, the notes of what they are, and tensors that are watched.
+"""Notes of pending ops, deferred tensors, whose values are pending, and tracked tensors, whose calls are seen.
 
-A note has two sides. One is the call that gives the value, exactly as the model made it. The other is what the call
-means to a fused op: its operand. Whoever takes the operand computes the value in one pass with something else. Whoever
-does not know of notes reads the value.
+A note has two sides: the model's own call, which computes the value, and the operand, which a fused op reads instead.
+A consumer takes the operand and computes the value in one pass with its own work. Anybody else reads the value.
 """
 
 import copy
@@ -21,18 +20,18 @@ _NOTHING: Any = None
 
 
 class Note:
-    """What a deferred tensor is: a call, as a function, its arguments and its named ones.
+    """A pending op of a deferred tensor: a function, its arguments and its named ones.
 
     Attributes:
-        shape, dtype, device: those of the value.
-        computed: the value where it is there, else None.
-        operand: what it means to a fused op; None as soon as the value is there.
-        quantized: rows of the operand that a linear had made, by how it wants them; None before.
+        shape, dtype, device: of the value.
+        computed: the value once it is computed, else None.
+        operand: the op as a fused op reads it; None once the value is computed.
+        quantized: the operand's rows as linears quantized them, by transform and bits; None before.
         is_view: whether the value shares the memory of another one.
         viewed: whether another shares the memory of this one.
-        forward: the one that waits for the value to be read or the note to go; None where nobody does.
-        kinds: of the call, in a forward that compares, and of the deferred work that it reads.
-        check: takes the operand's own value and `expected`, the plain one, where these are compared; else None.
+        forward: the one that counts this note as waiting; None once it is computed, gone or released.
+        kinds: in a forward that compares, the ids of the call and of the deferred work that it reads.
+        check: compares the operand's value with `expected`, the plain one; None where nothing is compared.
     """
 
     __slots__ = (
@@ -53,29 +52,28 @@ class Note:
 
     def value(self) -> torch.Tensor:
         """Return the value. The first call computes it as the model does, on the stream of the model's call."""
-        if self.computed is None:
-            if self.expected is not None and not self.is_view:
-                value = self.expected
-            elif self._is_here():
-                value = self._called(Note.value)
-            else:
-                now, its = torch.cuda.current_stream(self.device), torch.cuda.ExternalStream(self._stream, self.device)
-                with torch.cuda.stream(its):
-                    value = self._called(Note.value)
-                now.wait_stream(its)
-            self.has(value)
-        assert self.computed is not None
-        return self.computed
+        if self.computed is not None:
+            return self.computed
+        if self.expected is not None and not self.is_view:
+            return self.resolve(self.expected)
+        if self._is_here():
+            return self.resolve(self._called(Note.value))
+        now, its = torch.cuda.current_stream(self.device), torch.cuda.ExternalStream(self._stream, self.device)
+        with torch.cuda.stream(its):
+            value = self._called(Note.value)
+        now.wait_stream(its)
+        return self.resolve(value)
 
-    def has(self, value: torch.Tensor) -> None:
-        """Store the value, wherever it was computed, and drop the call that would make it."""
+    def resolve(self, value: torch.Tensor) -> torch.Tensor:
+        """Store the value, wherever it was computed, drop the call that would compute it, and return the value."""
         self.computed = value
         self._call = self._args = self._kwargs = self.operand = _NOTHING
         self.quantized = self.expected = None
         self._end()
+        return value
 
     def plain(self) -> torch.Tensor:
-        """The value in a forward that compares: no value is read by others for it."""
+        """Return the value for a comparison. Nothing that is computed for it is stored in notes."""
         if self.computed is not None:
             return self.computed
         return self.expected if self.expected is not None and not self.is_view else self._called(Note.plain)
@@ -85,16 +83,16 @@ class Note:
             return self._call(*[valued(argument, read) for argument in self._args], **self._kwargs)
 
     def expect(self, check: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Compute the value as it is now, to be compared with the operand by `check` when that is taken."""
+        """Compute the value as it is now. When the operand is taken, `check` compares its value with that."""
         self.check, self.expected = check, self._called(Note.plain)
 
     def _is_here(self) -> bool:
-        """Whether the stream that computes now is that of the note."""
+        """Whether the current stream is the note's."""
         return not self._stream or self._stream == _current_stream(self.device.index)
 
     def taken(self, *kinds: type) -> Any:
-        """The operand for a fused op that takes these kinds; None where the value is to be read: it is there or belongs
-        to another stream, or the operand is of another kind."""
+        """Return the operand for a fused op that takes these kinds. None where the value is to be read: it is computed,
+        it belongs to another stream, or the operand is of another kind."""
         operand = self.operand
         if type(operand) not in kinds or not self._is_here():
             return None
@@ -106,18 +104,13 @@ class Note:
             self.check(own, expected)
         return operand
 
-    def follow(self) -> None:
-        """Have the form of the value, which a call may have changed."""
-        value = self.value()
-        self.shape, self.dtype = value.shape, value.dtype
-
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release this note and its inputs: the forward waits for them no more."""
         if self.forward is not None:
             self._end()
             for made_of in self._args or ():
                 if type(made_of) is Note:
-                    made_of.let_go()
+                    made_of.release()
 
     def _end(self) -> None:
         forward, self.forward = self.forward, None
@@ -127,16 +120,16 @@ class Note:
     __del__ = _end
 
     def is_in(self, storages: set[int]) -> bool:
-        """Whether the value, or what it would be computed from, is in one of these storages. A note that it would be
-        computed from and that has no value yet is asked itself."""
+        """Whether the value or an input of the call lies in one of these storages. An input that is a note without a
+        value is asked itself."""
         given = (self.computed, self._args, *(self._kwargs or {}).values(), self.operand)
         return any(storage_of(tensor) in storages for tensor in _leaves(given))
 
     def written(self) -> None:
-        """The value is written into next, or what it is computed from."""
+        """Compute the value, or copy its inputs: either is written into next."""
         operand: Any = self.operand
         if self.quantized and not (self.viewed or self.is_view) and hasattr(operand, "copied"):
-            # It was taken, and perhaps nobody reads it again: a copy of what it is made of takes less than the value.
+            # A linear took it, and perhaps nobody reads it again: copying the inputs takes less than the value.
             self.operand = operand.copied()
             self._call, self._kwargs = (lambda operand, dtype: operand.value().to(dtype)), {}
             self._args = self.operand, self.dtype
@@ -145,7 +138,7 @@ class Note:
 
 
 class _Tracking(threading.local):
-    """The forward that a thread is in; None outside of one."""
+    """The current forward of each thread; None outside of one."""
 
     forward: Any = None
 
@@ -153,27 +146,23 @@ class _Tracking(threading.local):
 tracking = _Tracking()
 
 
-def seen(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """A call of one of PyTorch's functions with a tensor of this room's classes."""
-    forward = tracking.forward
-    if forward is not None:
-        return forward.called(func, types, args, kwargs or {})
-    return called_on_values(func, args, kwargs or {})
-
-
 class _Seen(torch.Tensor):
-    """A tensor whose calls the forward sees that its thread is in."""
+    """A tensor whose calls the current forward sees."""
 
-    __torch_function__ = classmethod(seen)  # pyright: ignore[reportIncompatibleMethodOverride,reportAssignmentType]
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        forward = tracking.forward
+        if forward is not None:
+            return forward.called(func, types, args, kwargs or {})
+        return called_on_values(func, args, kwargs or {})
 
     def _plain(self) -> torch.Tensor:
-        """The same as any tensor."""
         with outside():
             return self.as_subclass(torch.Tensor)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch shows this write to nobody."""
-        return seen(type(self), torch.Tensor.set_, (type(self),), (self, *args), kwargs)
+        """The same, shown to the forward: PyTorch shows this write to nobody."""
+        return self.__torch_function__(torch.Tensor.set_, (type(self),), (self, *args), kwargs)
 
     ndim = property(lambda self: len(self.shape))  # pyright: ignore[reportAssignmentType]
     is_cuda = property(lambda self: self.device.type == "cuda")  # pyright: ignore[reportAssignmentType]
@@ -212,7 +201,7 @@ _FORM = ("shape", "dtype", "device", "is_cuda")
 
 
 def _asked_once(name: str) -> Any:
-    """What is asked of a tensor's form: PyTorch is asked once a tensor, the others find it among the tensor's own."""
+    """A cached property that asks PyTorch for a tensor's attribute."""
 
     def ask(tensor: torch.Tensor) -> Any:
         with outside():
@@ -222,20 +211,21 @@ def _asked_once(name: str) -> Any:
 
 
 class Tracked(_Seen):
-    """A tensor that a linear of this pack gave, or a view or a sum of one. Outside of its forward it is any tensor."""
+    """The output of a linear of this pack, or a view or a sum of one. Outside of its forward it is any tensor."""
 
     shape, dtype, device, is_cuda = map(_asked_once, _FORM)  # pyright: ignore[reportAssignmentType]
 
 
 def forget_form(values: Iterable[Any]) -> None:
-    """After a call that may have given tensors among these another form."""
+    """Drop what is cached of the form of tensors among these: a call may have changed it."""
     for value in values:
         if type(value) is Tracked:
             own: Any = value.__dict__
             for name in _FORM:
                 own.pop(name, None)
         elif type(value) is Deferred:
-            value.note.follow()
+            note, now = value.note, value.note.value()
+            note.shape, note.dtype = now.shape, now.dtype
         elif isinstance(value, (list, tuple)):
             forget_form(value)
 
@@ -246,14 +236,14 @@ MEMORY = (torch.Tensor, Tracked)
 
 
 def seen_from(x: Any) -> Any:
-    """A tensor in the memory of another that is tracked, in a forward in which work is deferred; else the same."""
+    """Return a tracked tensor in the same memory, in a forward in which work is deferred; else the tensor itself."""
     if tracking.forward is None or type(x) is not torch.Tensor or not x.is_floating_point():
         return x
     return x.as_subclass(Tracked)
 
 
 class Deferred(_Seen):
-    """A tensor without memory whose `note` says what it is. What is asked of its form is answered by the note."""
+    """A tensor without memory. Its `note` has its form and computes its value."""
 
     note: Note
 
@@ -271,7 +261,7 @@ class Deferred(_Seen):
 
 
 def deferred(note: Note) -> Deferred:
-    """The tensor of a note."""
+    """Return a deferred tensor of a note."""
     tensor = function_modes.without_memory(Deferred, note.shape, dtype=note.dtype, device=note.device)
     tensor.note = note
     return tensor
@@ -298,12 +288,12 @@ def valued(value: Any, read: Callable[[Note], torch.Tensor] = Note.value) -> Any
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins."""
+    """Return the address at which a tensor's memory begins."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _leaves(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in memory that something is, or is computed from."""
+    """Yield the tensors in memory that a value, an argument or an operand consists of."""
     if type(value) is Deferred:
         value = value.note
     if type(value) is Note:  # a view lies where that lies of which it is one

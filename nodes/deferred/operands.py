@@ -1,6 +1,6 @@
-"""What a deferred value means to a fused op: an entry for each kind.
+"""Operands: the inputs of fused ops that deferred values are, a class for each kind.
 
-`value` is what a fused op takes, in floats: only to be compared with what the model's own calls give.
+`value` computes one in floats, to be compared with the result of the model's own calls.
 """
 
 from dataclasses import replace
@@ -20,14 +20,10 @@ from ...kernels import (
 )
 
 
-def _copy_of(tensor: Any) -> Any:
-    return None if tensor is None else tensor.clone()
-
-
 class Normed(NamedTuple):
-    """norm(x) scale + shift. Linears take it; residuals do without a shift, rotary positions without both.
+    """norm(x) scale + shift. Linears take it, residuals without a shift, rotary positions without both.
 
-    The value may have more bits than `x`, where the norm was asked for in float32.
+    The dtype of the value may be wider than that of `x`, where the model norms in float32.
 
     Attributes:
         x: [B, T, K] or [T, K]; or heads of queries or keys, whose last axis is the head's.
@@ -49,17 +45,18 @@ class Normed(NamedTuple):
         return self.scale is self.shift is None
 
     def copied(self) -> "Normed":
-        """A copy in memory of its own."""
-        x, scale, shift = map(_copy_of, (self.x, self.scale, self.shift))
-        norm = self.norm and replace(self.norm, weight=_copy_of(self.norm.weight), bias=_copy_of(self.norm.bias))
-        return self._replace(x=x, norm=norm, scale=scale, shift=shift)
+        """Return the operand of copies of its tensors."""
+        norm = self.norm
+        tensors = self.x, self.scale, self.shift, norm and norm.weight, norm and norm.bias
+        x, scale, shift, weight, bias = (None if tensor is None else tensor.clone() for tensor in tensors)
+        return self._replace(x=x, norm=norm and replace(norm, weight=weight, bias=bias), scale=scale, shift=shift)
 
     def value(self) -> torch.Tensor:
         x = self.x.flatten(-2) if self.all_heads else self.x
         return modulated(x, self.norm, self.scale, self.shift, self.rows).view(self.x.shape)
 
     def quantize(self, transform: ChannelTransform, bits: int) -> Quantized | None:
-        """The rows that a linear reads; None where no fused op makes them."""
+        """Return the int8 rows and scales that a linear reads; None where no fused op computes them."""
         if self.all_heads or self.x.ndim not in (2, 3):
             return None
         if self.norm is None:
@@ -68,7 +65,7 @@ class Normed(NamedTuple):
 
 
 class Activated(NamedTuple):
-    """activation(gate) up, behind the channels of `beside`; as `activate_quantize` has them. Linears take it."""
+    """activation(gate) up, behind the channels of `beside`, as in `activate_quantize`. Linears take it."""
 
     gate: torch.Tensor
     activation: str
@@ -79,14 +76,14 @@ class Activated(NamedTuple):
         return activated(*self)
 
     def quantize(self, transform: ChannelTransform, bits: int) -> Quantized | None:
-        """The rows that a linear reads; None of a sigmoid that is no gate."""
+        """Return the int8 rows and scales that a linear reads; None of a sigmoid that is no gate."""
         if self.activation == "sigmoid" and self.up is None:
             return None
         return activate_quantize(self.gate, self.activation, self.up, self.beside, transform, bits)
 
 
 class Sliced(NamedTuple):
-    """Some tokens of another deferred tensor, a view of it. Writes into it change what that is."""
+    """A view of some tokens of another deferred tensor. Writes into it change that tensor's note."""
 
     parent: Any
     start: int
@@ -94,18 +91,19 @@ class Sliced(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Tensors, deferred ones among them, that follow each other along an axis. Linears and rotary positions take it."""
+    """A concatenation of tensors, also deferred ones, along an axis. Linears and rotary positions take it."""
 
     parts: tuple[torch.Tensor, ...]
     axis: int
 
     def value(self) -> torch.Tensor | None:
-        parts = [part for part in map(_value_of, self.parts) if part is not None]
-        return torch.cat(parts, self.axis) if len(parts) == len(self.parts) else None
+        of_parts = [(part, getattr(part, "note", None)) for part in self.parts]
+        values = [part if note is None else (note.operand or note).value() for part, note in of_parts]
+        return None if any(value is None for value in values) else torch.cat(values, self.axis)
 
 
 class Copied(NamedTuple):
-    """The values of `x` in memory of their own, perhaps in float32. Norms take it."""
+    """A copy of `x`, perhaps in float32. Norms take it."""
 
     x: torch.Tensor
 
@@ -122,17 +120,9 @@ Pairs = Literal["neighbours", "halves"]
 
 
 class Turned(NamedTuple):
-    """Heads of queries or keys at their rotary positions. The next ones at the same positions take it with them, or a
-    `cat` of parts of the tokens."""
+    """Heads of queries or keys at their rotary positions. The next heads at the same positions take it into their
+    launch, or a `cat` of parts of the tokens does."""
 
     heads: torch.Tensor
     freqs: torch.Tensor
     pairs: Pairs
-
-
-def _value_of(x: Any) -> torch.Tensor | None:
-    """That of a tensor, deferred or not."""
-    note = getattr(x, "note", None)
-    if note is None:
-        return x
-    return note.value() if note.operand is None else note.operand.value()

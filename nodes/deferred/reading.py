@@ -1,4 +1,4 @@
-"""What handlers of functions ask of their arguments."""
+"""Lookups that handlers make of their arguments."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,32 +17,32 @@ PLAIN = (*MEMORY, torch.nn.Parameter)
 """The types of tensors in memory."""
 
 Modulation = tuple[torch.Tensor, torch.Tensor | None]
-"""What multiplies tokens, or is added to them, with as many axes; and which of its rows each token has, if any says."""
+"""A tensor that multiplies tokens or is added to them, with as many axes; and the row of it for each token, or None."""
 
 
-def on(*functions: Any, of: dict = HANDLERS) -> Any:
-    """Let a handler be that of these functions."""
+def on(*functions: Any, of_deferred: bool = False) -> Any:
+    """Register a handler of these functions, with `of_deferred` for calls with a deferred argument only."""
 
     def register(handler: Any) -> Any:
-        of.update(dict.fromkeys(functions, handler))
+        HANDLERS.update(dict.fromkeys(functions, (handler, of_deferred)))
         return handler
 
     return register
 
 
 def operand_of(x: Any, *kinds: type) -> Any:
-    """The operand of a deferred tensor that has no value yet, if it is of one of these kinds; else None."""
+    """Return the operand of a deferred tensor without a value, if it is of one of these kinds; else None."""
     operand = x.note.operand if type(x) is Deferred else None
     return operand if type(operand) in kinds else None
 
 
 def is_rows(x: Any) -> bool:
-    """Whether something is a tensor in memory with enough rows of channels."""
+    """Whether an argument is a tensor in memory with enough rows of channels."""
     return type(x) in MEMORY and x.dtype in FLOAT_DTYPES and are_enough(x.shape, x.is_cuda)
 
 
 def modulation_of(forward: Deferring, x: Any, of: Any) -> Modulation | None:
-    """A tensor as a modulation of tokens of `of`; None where it is none."""
+    """Return a tensor as a modulation of the tokens of `of`; None where it is none."""
     spread = operand_of(x, Spread)
     tensor, shape = x if spread is None else spread.values, of.shape
     ndim = len(shape)
@@ -60,16 +60,16 @@ def modulation_of(forward: Deferring, x: Any, of: Any) -> Modulation | None:
 
 
 def gate_of(forward: Deferring, y: Any, x: Any) -> Modulation | None:
-    """A modulation that has fewer numbers than what it modulates."""
+    """Return `y` as a modulation of `x` that has fewer numbers than `x`; None where it is none."""
     fewer = operand_of(y, Spread) is not None or (type(y) in PLAIN and y.numel() < x.numel())
     return modulation_of(forward, y, x) if fewer else None
 
 
 def now(x: Any) -> Any:
-    """A deferred tensor whose value is there, as that."""
+    """Return the value of a deferred tensor that is computed; anything else as it is."""
     return x.note.computed if type(x) is Deferred and x.note.operand is None else x
 
 
 def as_it_is(x: Any) -> Any:
-    """A second handle of a deferred tensor, unaffected by writes to the first."""
+    """Return a second handle of a deferred tensor, unaffected by writes to the first."""
     return deferred(x.note) if type(x) is Deferred else x

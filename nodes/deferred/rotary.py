@@ -1,4 +1,4 @@
-"""comfy-kitchen's operators: rotary positions, and norms with modulations."""
+"""Handlers of comfy-kitchen's operators: rotary positions, and norms with modulations."""
 
 import weakref
 from functools import partial
@@ -46,7 +46,7 @@ def _rope(pairs: Pairs, normed: bool, mode: Deferring, func: Any, args: Args, kw
 
 
 def _rope_of_one(pairs: Pairs, mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Queries wait for the keys at the same positions, so that both are one launch."""
+    """Let queries wait for the keys at the same positions, so that both are one launch."""
     x, freqs = args
     if kwargs or type(freqs) not in MEMORY or not isinstance(x, torch.Tensor) or len(x.shape) != 4:
         return NotImplemented
@@ -59,7 +59,7 @@ def _rope_of_one(pairs: Pairs, mode: Deferring, func: Any, args: Args, kwargs: K
                 if waiting.check is not None and waiting.expected is not None:
                     waiting.check(both[0], waiting.expected)
                 mode.compare(both[1:], func, args, kwargs)
-                waiting.has(both[0])
+                waiting.resolve(both[0])
                 return both[1]
     if operand_of(x, Normed, Joined) is None and not is_rows(x):
         return NotImplemented

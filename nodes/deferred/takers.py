@@ -1,4 +1,4 @@
-"""Who takes deferred operands: linears, residuals, rotary positions. Each returns None where values are to be read."""
+"""Consumers of operands: linears, residuals, rotary positions. Each returns None where values are to be read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from ...kernels import FLOAT_DTYPES, ChannelTransform, Norm, Quantized, function_modes, gated_residual, norm_rope
-from .notes import MEMORY, Deferred, Note, Tracked, valued
+from .notes import MEMORY, Deferred, Tracked, valued
 from .operands import Activated, Joined, Normed, Turned
 
 
 def linear(layer: Any, x: Deferred, transform: ChannelTransform, bits: int) -> Quantized | None:
-    """The rows of a deferred tensor that an INT8 linear multiplies: quantized once for all that want it alike."""
+    """Return the rows of a deferred tensor, quantized once for all INT8 linears that want them alike."""
     if x.note.shape[-1] != layer.in_features or x.note.computed is not None:
         return None
     factors = None if transform.smooth is None else layer.weight.params.factors or layer
@@ -22,43 +22,32 @@ def _rows(x: Any, key: tuple, form: tuple) -> Quantized | None:
     if type(x) is not Deferred or x.note.computed is not None:
         return Normed(valued(x)).quantize(*form)
     note = x.note
-    found = None if note.quantized is None else note.quantized.get(key)
-    if found is None:
-        operand: Any = note.taken(Normed, Activated, Joined)
-        if type(operand) is Joined:
-            along_tokens = operand.axis == len(note.shape) - 2
-            parts: Any = [_rows(part, key, form) for part in operand.parts] if along_tokens else [None]
-            found = None if None in parts else _joined(parts, note.shape)
-        elif operand is not None:
-            found = operand.quantize(*form)
-            _see_writes_into(note, operand)
-        if found is not None:
-            note.quantized = {**(note.quantized or {}), key: found}
+    found: Any = None if note.quantized is None else note.quantized.get(key)
+    if found is not None:
+        return found
+    operand: Any = note.taken(Normed, Activated, Joined)
+    if type(operand) is Joined:
+        along_tokens, samples = operand.axis == len(note.shape) - 2, note.shape[0] if len(note.shape) == 3 else 1
+        parts: Any = [_rows(part, key, form) for part in operand.parts] if along_tokens else [None]
+        if None not in parts:
+            both = ([t.unflatten(0, (samples, -1)) for t in tensors] for tensors in zip(*parts, strict=True))
+            found = tuple(torch.cat(tensors, 1).flatten(0, 1) for tensors in both)
+    elif operand is not None:
+        found = operand.quantize(*form)
+        read, _, *others = operand[:4]
+        if note.forward is not None and type(read) is Tracked:
+            # Writes into tracked tensors are seen without the mode, so that nothing waits for this note.
+            for other in others:
+                if type(other) is torch.Tensor:
+                    other.__class__ = Tracked
+            note.release()
+    if found is not None:
+        note.quantized = {**(note.quantized or {}), key: found}
     return found
 
 
-def _see_writes_into(note: Note, operand: Any) -> None:
-    """Track what a note reads, so that later in-place writes are seen without the mode, and release the note."""
-    x, _, *others = operand[:4]
-    if note.forward is not None and type(x) is Tracked:
-        for other in others:
-            if type(other) is torch.Tensor:
-                other.__class__ = Tracked
-        note.let_go()
-
-
-def _joined(parts: Sequence[Quantized], shape: torch.Size) -> Quantized:
-    """The rows of parts [B, tokens, K] that follow each other in a tensor of a shape."""
-    samples = shape[0] if len(shape) == 3 else 1
-    q, scale = (
-        torch.cat([t.unflatten(0, (samples, -1)) for t in tensors], 1).flatten(0, 1)
-        for tensors in zip(*parts, strict=True)
-    )
-    return q, scale
-
-
 def residual(x: torch.Tensor, y: Any, gate: Any = None, in_place: bool = False) -> torch.Tensor | None:
-    """x + gate y, or x + y, in one pass; `y` may be deferred. None where it is nothing that the fused op adds."""
+    """Return x + gate y, or x + y, in one pass; `y` may be deferred. None where the fused op does not add it."""
     if type(x) not in MEMORY or y.dtype != x.dtype:
         return None
     operand = y.note.taken(Normed) if type(y) is Deferred else Normed(y)
@@ -74,22 +63,22 @@ def residual(x: torch.Tensor, y: Any, gate: Any = None, in_place: bool = False) 
     result = gated_residual(x, y, operand.scale, operand.norm, operand.rows, out)
     if not in_place or out is not None:
         return result
-    # A strided stream, such as patches that a convolution gave, would be read and written slowly in every block.
+    # A strided stream, such as a convolution's patches, would be read and written slowly in every block.
     alone = type(x) is Tracked and function_modes.is_alone(x)
     take: Any = torch.Tensor.set_
     return take(x, result) if alone else x.copy_(result)
 
 
 HEADS_BY_TOKENS = (0, 2, 1, 3)
-"""The axes of heads [B, H, T, D] in memory where all of a token lie side by side: attention gives its result in the
-order of its queries, and the next linear reads it without a copy."""
+"""The axes of [B, H, T, D] in the order of memory, each token's heads side by side. Attention returns its result in the
+order of its queries, and the next linear reads that without a copy."""
 
 Part = tuple[torch.Tensor, Norm | None, bool]
 """Some tokens of queries or keys, their norm, and whether that is over all heads."""
 
 
 def _parts(x: Any) -> tuple[int | None, list[Part]]:
-    """Along which axis the parts of queries or keys follow each other (None for one part), and the parts."""
+    """Return the axis along which queries or keys are joined of parts (None for one part), and the parts."""
     joined = x.note.taken(Joined) if type(x) is Deferred else None
     return (None, [_part(x)]) if joined is None else (joined.axis, list(map(_part, joined.parts)))
 
@@ -106,10 +95,10 @@ def _part(x: Any) -> Part:
 def rotated(
     q: Any, k: Any, freqs: torch.Tensor, pairs: Any, norms: tuple[Norm | None, Norm | None] = (None, None)
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Queries and keys [B, T, H, D] or [B, H, T, D], normed and at their rotary positions, each in new memory.
+    """Return queries and keys [B, T, H, D] or [B, H, T, D], normed and at their rotary positions, each in new memory.
 
     Args:
-        freqs: ComfyUI's matrices [.., D / 2, 2, 2], whose other axes say which axis the tokens are.
+        freqs: ComfyUI's matrices [.., D / 2, 2, 2]. Their other axes tell which axis of heads the tokens are.
         norms: of queries and keys, over each head, where their own are not deferred.
     """
     if norms[0] is not None:
@@ -148,7 +137,7 @@ def rotated(
 
 
 def turned_parts(parts: Sequence[Turned]) -> torch.Tensor | None:
-    """Heads [B, T, H, D] whose parts, some tokens each, are at positions of their own, behind each other in new memory.
+    """Return the concatenation [B, T, H, D] of parts of the tokens, each at its own rotary positions.
 
     The kernel turns queries and keys at once: the first half of the heads are its queries, the others its keys.
     """

@@ -1,4 +1,4 @@
-"""Views of deferred tensors, what joins them, and what changes nothing."""
+"""Handlers of views, concatenations, copies and casts."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from ...kernels import FLOAT_DTYPES
 from . import takers
-from .mode import OF_DEFERRED, TRACKED, Deferring
+from .mode import TRACKED, Deferring
 from .notes import MEMORY, Deferred, called_on_values
 from .operands import Activated, Copied, Joined, Normed, Sliced, Spread, Turned
 from .reading import Args, Kwargs, T, as_it_is, is_rows, on, operand_of
@@ -27,7 +27,7 @@ TRACKED.update(
 
 
 def tokens_of(index: Any, x: Deferred) -> tuple[int, int] | None:
-    """Which tokens an index takes, if it takes whole tokens that follow each other of all samples."""
+    """Return the first token and the end of an index of whole, consecutive tokens of all samples; None for others."""
     parts, shape = index if type(index) is tuple else (index,), x.note.shape
     axis = len(shape) - 2
     if axis not in (0, 1) or not axis < len(parts) <= len(shape) or any(type(part) is not slice for part in parts):
@@ -38,39 +38,34 @@ def tokens_of(index: Any, x: Deferred) -> tuple[int, int] | None:
 
 
 def slice_of(mode: Deferring, x: Deferred, start: int, stop: int, operand: Any = None) -> Deferred:
-    """Some tokens of a deferred tensor, a view of it; an operand of their own is what they mean to linears."""
+    """Return a view of some tokens of a deferred tensor. Linears read its own operand, if it has one."""
     shape = torch.Size((*x.note.shape[:-2], stop - start, x.note.shape[-1]))
     call = T.narrow, (x, -2, start, stop - start)
     return mode.note(x, operand or Sliced(x, start, stop), *call, shape=shape, is_view=True)
 
 
-@on(T.__getitem__, of=OF_DEFERRED)
+@on(T.__getitem__, of_deferred=True)
 def _get_item(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, index = args
     operand = operand_of(x, Normed, Spread)
-    if operand is None:
-        return NotImplemented
     if type(operand) is Normed and len(x.note.shape) > 3:
         return _view(mode, func, args, kwargs)
-    tokens = tokens_of(index, x)
-    if tokens is None:
-        return NotImplemented
-    if type(operand) is Normed:
+    tokens = None if operand is None else tokens_of(index, x)
+    if tokens is not None and type(operand) is Normed:
         return slice_of(mode, x, *tokens)
-    if tokens[0]:
+    if tokens is None or type(operand) is not Spread or tokens[0]:
         return NotImplemented
     x.note.viewed = True
     return slice_of(mode, x, *tokens, operand._replace(tokens=tokens[1]))
 
 
 @on(
-    *(T.view, T.reshape, T.unflatten, T.transpose, T.permute, T.movedim, T.swapaxes, T.unsqueeze, T.squeeze),
+    *(T.view, T.unflatten, T.transpose, T.permute, T.movedim, T.swapaxes, T.unsqueeze, T.squeeze),
     *(torch.reshape, torch.transpose, torch.permute, torch.movedim, torch.unsqueeze, torch.squeeze, torch.unflatten),
-    of=OF_DEFERRED,
+    of_deferred=True,
 )
 def _view(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A view of normed queries or keys: the norm of a view, as long as it is over the same numbers. Of a copy: that of
-    a view."""
+    """Return the norm of a view for a view of a norm, as long as it is over the same numbers. Likewise of a copy."""
     x = args[0]
     operand = operand_of(x, Normed, Copied)
     norm = operand.norm if type(operand) is Normed else None
@@ -101,7 +96,7 @@ def _view(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @on(T.repeat)
 def _repeat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Keys and values for as many heads as queries have, which may be as many as they have."""
+    """Handle a repetition of keys and values for the heads of queries, which may be as many."""
     x, *times = args
     once = not kwargs and len(times) > 1 and all(type(time) is int and time == 1 for time in times)
     if not once or not is_rows(x) or len(times) != x.ndim:
@@ -109,15 +104,12 @@ def _repeat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return mode.note(x, Copied(x), func, args)
 
 
-@on(F.scaled_dot_product_attention, of=OF_DEFERRED)
+@on(F.scaled_dot_product_attention, of_deferred=True)
 def _attention(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return called_on_values(func, tuple(map(_as_read, args)), kwargs)
-
-
-def _as_read(x: Any) -> Any:
-    """What is read in the place of a copy."""
-    operand = operand_of(x, Copied)
-    return operand.x if operand is not None and operand.x.dtype == x.dtype else x
+    """Call it on the sources of copies."""
+    copies = [(x, operand_of(x, Copied)) for x in args]
+    sources = [x if copy is None or copy.x.dtype != x.dtype else copy.x for x, copy in copies]
+    return called_on_values(func, sources, kwargs)
 
 
 @on(torch.cat, torch.concat)
@@ -151,8 +143,7 @@ def _cat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _cat_of_heads(mode: Deferring, parts: Any, axis: int) -> Any:
-    """Heads of two streams behind each other, such as values: PyTorch's own `cat` is slow where they are parts of wider
-    tensors."""
+    """Concatenate heads of two streams, such as values: `torch.cat` is slow where they are parts of wider tensors."""
     if not all(type(part) in MEMORY and part.ndim == 4 and part.stride(-1) == 1 for part in parts):
         return NotImplemented
     axis, forms = axis % 4, {(part.dtype, part.device, part.select(axis, 0).shape) for part in parts if part.numel()}
@@ -161,7 +152,7 @@ def _cat_of_heads(mode: Deferring, parts: Any, axis: int) -> Any:
     first, sizes = parts[0], [part.shape[axis] for part in parts]
     shape = list(first.shape)
     shape[axis] = sum(sizes)
-    by_tokens = axis == 2 and first.stride(1) < first.stride(2)  # as they lie in the linears' outputs
+    by_tokens = axis == 2 and first.stride(1) < first.stride(2)  # as in the linears' outputs
     order = takers.HEADS_BY_TOKENS if by_tokens else (0, 1, 2, 3)
     joined = torch.empty_permuted(shape, order, dtype=first.dtype, device=first.device)
     for place, part in zip(joined.split(sizes, axis), parts, strict=True):
@@ -178,7 +169,7 @@ _DTYPES = {T.float: torch.float32, T.bfloat16: torch.bfloat16, T.half: torch.flo
 
 @on(T.to, T.type_as, *_DTYPES)
 def _to(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A tensor in another dtype: many models norm in float32, as the fused ops do anyway."""
+    """Handle casts: many models norm in float32, as the fused ops do anyway."""
     x, *given = args
     given = [_DTYPES[func], *given] if func in _DTYPES else given
     if len(given) != 1 or kwargs:

@@ -1,6 +1,5 @@
-"""Writes in place: which of PyTorch's functions write, and into what. What a note reads is computed before."""
+"""Writes in place: which of PyTorch's functions write, and into which arguments."""
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,24 +9,24 @@ import torch
 from .notes import storage_of, valued
 
 HANDED_OUT = ("numpy", "__array__", "__dlpack__")
-"""Methods after which something else than PyTorch may write into a tensor's memory at any later time."""
+"""Methods that hand a tensor's memory out: something else than PyTorch may write into it at any later time."""
 
 _WRITES = (
     *(*HANDED_OUT, "data_ptr", "untyped_storage", "storage", "_typed_storage", "__reduce_ex__"),
     *("__setitem__", "__set__", "__delete__", "__setstate__"),
 )
 _READS = ("requires_grad_", "__init__", "__index__", "__int__", "__invert__")
-"""Names of functions that write, and of some that do not, though they are called like those that do."""
+"""Names of functions that write, and of those that only read, though they are named like writes."""
 
 
-@functools.lru_cache(4096)
 def written_arguments(func: Any) -> Callable[[Sequence, Mapping], Iterable[Any]] | None:
     """A selector of the arguments that a function may write into; None for one that only reads."""
     name = getattr(func, "__name__", "")
-    if hasattr(func, "overloads"):  # an operator that has not chosen its overload yet
-        return _all if any(_writes(getattr(func, overload)._schema) for overload in func.overloads()) else None
-    if getattr(func, "_schema", None) is not None:
-        return _all if _writes(func._schema) else None
+    operators = [getattr(func, overload) for overload in func.overloads()] if hasattr(func, "overloads") else [func]
+    schemas = [operator._schema for operator in operators if getattr(operator, "_schema", None) is not None]
+    if schemas:
+        infos = [argument.alias_info for schema in schemas for argument in schema.arguments]
+        return _all if any(info is not None and info.is_write for info in infos) else None
     in_place = name.endswith("_") and not name.endswith("__")
     if (in_place or name.startswith("__i") or name in _WRITES) and name not in _READS:
         return _all if name.startswith("_foreach") else _first
@@ -35,11 +34,6 @@ def written_arguments(func: Any) -> Callable[[Sequence, Mapping], Iterable[Any]]
         return _if_in_place if "inplace" in inspect.signature(func).parameters else None
     except (TypeError, ValueError):
         return None
-
-
-def _writes(schema: Any) -> bool:
-    """Whether an operator writes into any of its arguments."""
-    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
 
 
 def _first(args: Sequence, kwargs: Mapping) -> Sequence:
@@ -55,7 +49,7 @@ def _if_in_place(args: Sequence, kwargs: Mapping) -> Sequence:
 
 
 def storages(values: Any) -> Iterator[int]:
-    """Where the memory of tensors begins, also of those in lists."""
+    """Yield the addresses at which the memory of tensors begins, also of those in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield storage_of(valued(value))
