@@ -1,4 +1,4 @@
-"""The fused kernel under a MODEL or CLIP that one of ComfyUI's own loaders has loaded as native INT8, W4A8 or W6A8."""
+"""The fused kernel for a MODEL or CLIP that ComfyUI's own loaders have loaded as native INT8, W4A8 or W6A8."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -27,11 +27,11 @@ _CALLBACK_KEY = "int8_dit_apply"
 
 
 def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
-    """A clone of a MODEL whose native INT8 linears, also those in 4 or 6 bits, run on the fused kernel. Layers whose
-    quant configs ask for full precision get activations of 16 bits.
+    """Return a clone of a MODEL whose native INT8 linears, also those in 4 or 6 bits, run on the fused kernel.
 
-    `kernel` is "auto" or "fused int8". Where `auto` finds no card that the kernel is known to win on, the clone runs as
-    before, with a warning. A MODEL of this pack runs the kernel already and stays as it is.
+    Layers whose quant configs ask for full precision get activations of 16 bits. `kernel` is "auto" or "fused int8".
+    Where `auto` finds no card that the kernel is known to win on, the clone runs as before, with a warning. A MODEL of
+    this pack runs the kernel already and stays as it is.
 
     Raises ValueError for a MODEL without INT8 linears, RuntimeError where "fused int8" cannot run.
     """
@@ -53,8 +53,9 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
 
 
 def apply_to_text_encoder(clip: Any, kernel: str) -> Any:
-    """A clone of a CLIP whose native INT8 linears run on the fused kernel, all with activations of 16 bits: ComfyUI
-    multiplies floats in text encoders, whose activations have large outliers. `kernel` is as for a MODEL.
+    """Return a clone of a CLIP whose native INT8 linears run on the fused kernel, all with activations of 16 bits.
+
+    ComfyUI multiplies floats in text encoders, whose activations have large outliers. `kernel` is as for a MODEL.
 
     Raises ValueError for a CLIP that is none or has no INT8 linears, RuntimeError where "fused int8" cannot run.
     """
@@ -79,7 +80,7 @@ def apply_to_text_encoder(clip: Any, kernel: str) -> Any:
 
 
 def _outermost(encoder: ModelPatcher, names: Sequence[str]) -> set[str]:
-    """The modules, by path, whose forwards call these linears and are called by no other module's."""
+    """Return the paths of the outermost modules with a forward of their own around these linears."""
     modules = dict(encoder.model.named_modules())
     parents = ([".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)] for name in names)
     own = torch.nn.Module.forward
@@ -87,19 +88,19 @@ def _outermost(encoder: ModelPatcher, names: Sequence[str]) -> set[str]:
 
 
 def _comfyui_int8(model: ModelPatcher) -> list[str]:
-    """The linears that ComfyUI's own loaders hold in INT8, by module path in what `root_of` says. What else has an INT8
-    weight, such as an embedding, ComfyUI computes."""
+    """Return the paths of linears that ComfyUI's own loaders hold in INT8. It computes other layers with INT8 weights,
+    such as embeddings, itself."""
     forms = {name: weight_form(linear.weight, linear) for name, linear in linears(model).items()}
     return [name for name, form in forms.items() if form is not None and not form.own]
 
 
 def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> ModelPatcher:
-    """A clone whose linears of these names run on the fused kernel. Those in floats get the class too, by which hooks
-    reach them."""
+    """Return a clone whose linears of these names run on the fused kernel. Those in floats get its class too, for
+    hooks."""
     fuses = choose_path(model.load_device, kernel).kind == FUSED  # raises where it cannot be
     patched = model.clone()
-    # ComfyUI puts a patched attribute in place when it loads the MODEL, and the old one back with the next MODEL: the
-    # module's class is one. Unlike a function it is right for a copy of the module on another GPU, too.
+    # The class of each module is patched: ComfyUI sets it when it loads the MODEL, and the old one with the next MODEL.
+    # Unlike a patched function it is right for a copy of the module on another GPU, too.
     classes: dict[type, type] = {}
     for name in [name for name, linear in linears(model).items() if names and hasattr(linear, "set_weight")]:
         patch, weight = class_patch(model, name), f"{root_of(model)[1]}{name}.weight"
@@ -117,7 +118,7 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
 
 
 def _tell_linears(model: ModelPatcher, *_: object) -> None:
-    """Their names, once their classes are in place."""
+    """Set the linears' names, once their classes are in place."""
     name_linears(root_of(model)[0])
 
 
@@ -128,8 +129,8 @@ def _warn(kernel: str, node: str, model: ModelPatcher) -> None:
 
 
 def running_fused(own: Any, kernel: str, encodes: bool = False, forwards: bool = True) -> type:
-    """A class of linears like `own`, one of ComfyUI's, with the product of INT8 weights replaced; those of a text
-    encoder always have activations of 16 bits. Behind 0.39 ComfyUI's `linear_input_act` asks whether it `forwards`."""
+    """Return a subclass of `own`, ComfyUI's class of linears, whose INT8 weights the fused kernel multiplies by; for a
+    text encoder with activations of 16 bits. Behind 0.39 ComfyUI's `linear_input_act` asks whether it `forwards`."""
 
     class FusedINT8Linear(INT8Linear, own):
         int8_kernel = kernel

@@ -1,13 +1,13 @@
-"""What a MODEL launches, compiled before the MODEL is on its card."""
+"""Background compilation of what a MODEL launches, before the MODEL is on its card."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ...kernels import BlockForm, LinearForm, OperatorCall, compile_ahead, native_computes, runs_fused
-from ..files.holding import is_stored, stored_kind
+from ..files.holding import stored_kind
 from .weight_form import weight_form
 
 _QUERIES_AND_KEYS = {"q", "k", "query", "key"}  # words in the names of their norms
@@ -25,39 +25,31 @@ def compile_linears(root: torch.nn.Module, kernel: str, dtype: torch.dtype, devi
         device: where they compute.
     """
     forms: Counter[LinearForm] = Counter()
+    norms: list[tuple[str, int]] = []
     expansions: set[OperatorCall] = set()
-    for module in root.modules() if device.type == "cuda" else ():
-        weight = getattr(module, "weight", None)
-        form = weight_form(weight, module)
-        if form is None or weight is None:
-            if is_stored(weight):
-                expansions.add(_expansion(weight))
+    for name, module in root.named_modules() if device.type == "cuda" else ():
+        weight: Any = getattr(module, "weight", None)
+        if weight is None:
             continue
-        n, k = weight.shape
-        if runs_fused(device, kernel, n, k, form.native):
-            one_scale = form.kind is None and weight.params.scale.numel() == 1
-            transform, bits = form.unsmoothed
-            group = transform.rotation_group
-            forms[LinearForm(n, k, module.bias is not None, one_scale, form.smoothed, group, bits)] += 1
-            if form.kind is not None:
-                expansions.add(_expansion(weight))
-    weights = {name: getattr(module, "weight", None) for name, module in root.named_modules() if _is_rms_norm(module)}
-    norms = [(name, weight.numel()) for name, weight in weights.items() if weight is not None]
-    _compile(forms, norms, dtype, device, expansions)
-
-
-def _expansion(weight: Any) -> OperatorCall:
-    """What makes INT8 of a stored weight for each product, or its floats."""
-    kind: Any = stored_kind(weight)
-    expand, arguments = kind.expansion(weight, kind.scale(weight), None)
-    return expand.called_with(*arguments)
+        if any("RMSNorm" in kind.__name__ for kind in type(module).__mro__):
+            norms.append((name, weight.numel()))
+        form, kind, shape = weight_form(weight, module), stored_kind(weight), weight.shape
+        runs = form is not None and runs_fused(device, kernel, shape[0], shape[1], form.native)
+        if form is not None and runs:
+            one_scale = kind is None and weight.params.scale.numel() == 1
+            group, bits = form.unsmoothed.transform.rotation_group, form.unsmoothed.activation_bits
+            forms[LinearForm(shape[0], shape[1], module.bias is not None, one_scale, form.smoothed, group, bits)] += 1
+        if kind is not None and (runs or (form is None and kind.held is not None)):  # to INT8 a product, or to floats
+            expand, arguments = kind.expansion(weight, kind.scale(weight), None)
+            expansions.add(expand.called_with(*arguments))
+    compile_ahead(_largest_first(forms), block_form(norms, forms), dtype, device, expansions)
 
 
 def compile_planned(
     tensors: Mapping[str, Any], layers: Iterable[str], kernel: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Start background compilation before there is a module, from its tensors: of what linears launch whose weights are
-    to become INT8, now or in front of each product.
+    """Start background compilation for a module that is not built yet, whose linears become INT8, stored or for each
+    product.
 
     Args:
         tensors: of a checked file, in the names of ComfyUI's modules. What it names otherwise is compiled in vain.
@@ -81,29 +73,18 @@ def compile_planned(
         for name, vector in vectors.items()
         if f"{name}.weight" in tensors and f"{name}.bias" not in tensors
     ]
-    _compile(forms, norms, dtype, device)
+    compile_ahead(_largest_first(forms), block_form(norms, forms), dtype, device, ())
 
 
-def _is_rms_norm(module: torch.nn.Module) -> bool:
-    return any("RMSNorm" in kind.__name__ for kind in type(module).__mro__)
-
-
-def _compile(
-    forms: Counter[LinearForm],
-    norms: Iterable[tuple[str, int]],
-    dtype: torch.dtype,
-    device: torch.device,
-    expansions: Collection[OperatorCall] = (),
-) -> None:
-    largest_first = sorted(forms, key=lambda form: -form.n * form.k)
-    compile_ahead(largest_first, block_form(norms, forms), dtype, device, expansions)
+def _largest_first(forms: Iterable[LinearForm]) -> list[LinearForm]:
+    return sorted(forms, key=lambda form: -form.n * form.k)
 
 
 def block_form(norms: Iterable[tuple[str, int]], forms: Counter[LinearForm]) -> BlockForm | None:
-    """What the RMS norms of a module (their names and channels) and the forms of its linears say of its blocks; None
-    where they say nothing.
+    """Guess the form of a module's blocks from its RMS norms (names and channels) and the forms of its linears; None
+    where they do not tell.
 
-    Most of ComfyUI's models are of one of these kinds. A model that is not compiles for itself what it launches.
+    Most of ComfyUI's models are of one of these kinds. Others compile what they launch with their first call.
     """
     inputs = Counter[int]()
     for form, count in forms.items():

@@ -1,4 +1,4 @@
-"""How a MODEL was quantized: attachments of the MODEL and an entry of the metadata of its file."""
+"""What a file says of a MODEL beside weights, as attachments: how it was quantized (a recipe), formats, choices."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -17,9 +17,9 @@ from ..host import notices
 
 RECIPE_KEY = "int8_dit_recipe"
 FOLDED = "folded"
-"""The entry of a recipe that says whether smoothing factors were folded into the layers before."""
+"""Entry of a recipe: whether smoothing factors were folded into the layers before."""
 ATTENTION = "attention"
-"""The entry of a recipe that says what INT8 attention costs each block ("errors"), and which keep theirs ("exact")."""
+"""Entry of a recipe: the error of INT8 attention in each block ("errors"), and which blocks stay exact ("exact")."""
 _FOLDED_CALLBACK_KEY = "int8_dit_folded"
 _BLOCK_FORMATS_KEY = "int8_dit_gguf_formats"
 _CHOICES_KEY = "int8_dit_attention_choices"
@@ -27,17 +27,17 @@ _MOST = 1 << 22  # characters of a recipe; that of a thousand layers has about 2
 
 
 def keep_recipe(model: ModelPatcher, recipe: Mapping[str, object]) -> None:
-    """Let a MODEL know how it was quantized, in values that JSON has."""
+    """Attach a recipe, in values that JSON has, to a MODEL."""
     model.set_attachments(RECIPE_KEY, json.dumps(recipe))
 
 
 def recipe_of(model: ModelPatcher) -> dict[str, object]:
-    """How a MODEL was quantized; empty where it is not known."""
+    """Return the recipe of a MODEL; empty where it is not known."""
     return json.loads(model.get_attachment(RECIPE_KEY) or "{}")
 
 
 def recipe_in(metadata: Mapping[str, str]) -> dict[str, object]:
-    """How the weights of a file were quantized; empty where it is not known. What is no JSON object is not a recipe."""
+    """Return the recipe in a file's metadata; empty where there is none that is a JSON object."""
     try:
         return json_object(metadata.get(RECIPE_KEY, ""), _MOST)
     except ValueError:
@@ -45,21 +45,16 @@ def recipe_in(metadata: Mapping[str, str]) -> dict[str, object]:
 
 
 def exact_attention_of(model: ModelPatcher) -> tuple[str, ...]:
-    """The blocks of a MODEL whose attention a calibration keeps exact, by path in the diffusion model.
-
-    What is no list of names says nothing: exact attention is never wrong, and neither is INT8 anywhere.
-    """
+    """Return the blocks of a MODEL whose attention a calibration keeps exact, by path in the diffusion model; none if
+    the entry is no list of names."""
     said = recipe_of(model).get(ATTENTION)
     exact = said.get("exact") if isinstance(said, dict) else None
     return tuple(name for name in exact if isinstance(name, str)) if isinstance(exact, list) else ()
 
 
 def notes_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a file says beside the weights of its model, as attachments of the MODEL: its recipe, the formats of GGUF's
-    weights by their names in the diffusion model, and what layers want their attention computed with, by name.
-
-    ComfyUI's loader has not emptied the checkpoint's tensors yet.
-    """
+    """Return the attachments of a file's MODEL: its recipe, the formats of GGUF weights by their names in the diffusion
+    model, and layers' choices of attention. Call before ComfyUI's loader empties the checkpoint's tensors."""
     tensors, prefix = checkpoint.tensors, comfy.model_detection.unet_prefix_from_state_dict(checkpoint.tensors)
     recipe = recipe_in(checkpoint.metadata)
     return {
@@ -70,9 +65,9 @@ def notes_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def keep_notes(model: ModelPatcher, notes: Mapping[str, Any], unexpected: Collection[str]) -> None:
-    """Let a loaded MODEL know, for its next file, what its file said.
+    """Attach a file's notes to its loaded MODEL, for its next file.
 
-    Of the choices of attention it keeps those that this ComfyUI does not know: `unexpected` tensors.
+    Of the choices of attention only those that this ComfyUI does not know: `unexpected` tensors.
     """
     unknown = {name: choice for name, choice in notes[_CHOICES_KEY].items() if name in unexpected}
     for key, note in {**notes, _CHOICES_KEY: unknown}.items():
@@ -83,18 +78,18 @@ def keep_notes(model: ModelPatcher, notes: Mapping[str, Any], unexpected: Collec
 
 
 def gguf_formats_of(model: ModelPatcher) -> Mapping[str, str]:
-    """The GGUF formats that a MODEL's weights have or had, by their names in the diffusion model. Of a file that was
-    saved as INT8 they are not known."""
+    """Return the GGUF formats that a MODEL's weights have or had, by their names in the diffusion model; none for one
+    of a file in INT8."""
     return model.get_attachment(_BLOCK_FORMATS_KEY) or {}
 
 
 def unknown_choices_of(model: ModelPatcher) -> dict[str, torch.Tensor]:
-    """The choices of attention that a MODEL keeps for its next file, by name there."""
+    """Return the choices of attention that a MODEL keeps for its next file, by name there."""
     return dict(model.get_attachment(_CHOICES_KEY) or {})
 
 
 def warn_of_patches_on_folded(model: ModelPatcher) -> None:
-    """Warn, once per run, if weights are patched (LoRA) in a MODEL whose weights are not in the original's basis."""
+    """Warn, once a run, of patches (LoRAs) of a MODEL whose weights are folded, which no longer fit the original's."""
     if model.patches and recipe_of(model).get(FOLDED):
         notices.warn(
             "folded-lora",

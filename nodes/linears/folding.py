@@ -1,10 +1,10 @@
-"""Smoothing factors folded into what produces a layer's input: a smoothed model as a file that every loader runs.
+"""Smoothing factors folded into the layer before: a smoothed model as a file that every loader runs.
 
-Where ComfyUI's models let that happen is known per block class, since names alone do not say what feeds a layer. Every
-rule is checked against the class itself in the tests.
+A table of block classes says where ComfyUI's models allow that, since names alone do not say what feeds a layer. The
+tests check every rule against the class itself.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
@@ -22,14 +22,14 @@ from .int8_weight import is_int8
 
 @dataclass(frozen=True)
 class _Site:
-    """A tensor that `readers`, and nothing else, read, and whose channels its producer can divide: a norm with a
-    weight, behind which channels are scaled, if anything, or a linear.
+    """A tensor that only `readers` read, and whose channels its producer can divide: a norm with a weight, after which
+    channels are at most scaled, or a linear.
 
     Attributes:
         producer: the module that has the channels.
         readers: all linears that read the tensor.
-        parts: which parts of the producer's rows, each as many as there are channels, are divided. A factor on them
-            passes through to the readers, as through attention (from v) and through the linear half of a SwiGLU.
+        parts: which parts of the producer's rows, each of as many rows as there are channels, are divided. A factor on
+            them reaches the readers, as through attention (from v) and through the linear half of a SwiGLU.
         of: how many parts it has; None for any number.
         scale: the one of `parts` that makes x (1 + scale) of a tensor x, if any; the other is added to that.
     """
@@ -40,40 +40,22 @@ class _Site:
     of: int | None = 1
     scale: int | None = None
 
-    def fits(self, width: int, channels: int) -> bool:
-        """Whether a producer of this many output channels can be the one of readers with this many input channels."""
-        if self.of is not None:
-            return width == self.of * channels
-        return width % channels == 0 and width > max(self.parts) * channels
-
     def divisor(self, smooth: torch.Tensor, produced: torch.Tensor) -> torch.Tensor:
-        """What the channels of the producer, whose weight is given, are divided by: the smoothing factors up to a
-        common factor, which the readers' weights take."""
+        """Return what the channels of a producer with this weight are divided by: the smoothing factors up to a common
+        factor, which the readers' weights take."""
         if self.scale is not None:
-            # At most 1, or (1 + scale) / s - 1 would lie so close to -1 that bf16 loses what is left of it.
+            # At most 1: (1 + scale) / s - 1 near -1 would lose its last bits in bf16.
             return smooth / smooth.max()
         if produced.ndim > 1:
             return smooth
-        # A norm's weight keeps its spread: ComfyUI tells by that of a Z-Image whether it may run in fp16.
+        # A norm's weight keeps its spread, by which ComfyUI tells whether a Z-Image may run in fp16.
         weight = produced.detach().float().to(smooth.device)
         before, after = weight.std(), (weight / smooth).std()
         return smooth * (after / before) if before > 0 and after > 0 else smooth
 
-    def changes(
-        self, divisor: torch.Tensor, rows_in: str
-    ) -> Iterator[tuple[str, slice, Callable[[torch.Tensor], torch.Tensor]]]:
-        """What happens to the producer, whose rows are divided in its tensor `rows_in` (weight, or INT8 scale) and in
-        its bias: a tensor's name, the rows of it that change, and what becomes of them."""
-        divided = partial(divide_rows, smooth=divisor)
-        for part in self.parts:
-            rows = slice(part * len(divisor), (part + 1) * len(divisor))
-            yield f"{self.producer}.{rows_in}", rows, divided
-            scaled = partial(divide_modulation_scale, smooth=divisor)
-            yield f"{self.producer}.bias", rows, scaled if part == self.scale else divided
-
 
 def _swiglu_block(attention_output: str) -> tuple[_Site, ...]:
-    """Ideogram 4's and Lumina's blocks, Z-Image among them: RMSNorms with a weight, and modulation that only scales."""
+    """Return the sites of Ideogram 4's and Lumina's (Z-Image's) blocks: RMSNorms with a weight, scaled at most."""
     return (
         _Site("attention_norm1", ("attention.qkv",)),
         _Site("attention.qkv", (attention_output,), parts=(2,), of=3),
@@ -83,7 +65,7 @@ def _swiglu_block(attention_output: str) -> tuple[_Site, ...]:
 
 
 def _modulated(producer: str, *readers: tuple[str, ...]) -> tuple[_Site, ...]:
-    """One linear with a bias that makes shift, scale and gate of the attention, then of the MLP."""
+    """Return the sites of a linear with a bias that makes shift, scale and gate of the attention, then of the MLP."""
     at = enumerate(readers)
     return tuple(_Site(producer, those, (3 * n, 3 * n + 1), of=None, scale=3 * n + 1) for n, those in at)
 
@@ -108,7 +90,7 @@ _SITES: dict[str, tuple[_Site, ...]] = {
 
 
 def _sites(model: ModelPatcher) -> Iterator[_Site]:
-    """The sites of a MODEL whose modules are there and fit together, by names in the diffusion model."""
+    """Yield the sites of a MODEL whose modules are there and fit together, by names in the diffusion model."""
     modules = dict(model.model.diffusion_model.named_modules())
     for prefix, block in modules.items():
         for site in _SITES.get(f"{type(block).__module__}.{type(block).__qualname__}", ()):
@@ -118,19 +100,19 @@ def _sites(model: ModelPatcher) -> Iterator[_Site]:
                 continue
             weights = [weight_below_patches(model, f"{DIFFUSION_MODEL}{name}.weight") for name in named.readers]
             produced = weight_below_patches(model, f"{DIFFUSION_MODEL}{named.producer}.weight")
-            if len({weight.shape[-1] for weight in weights}) == 1 and named.fits(
-                produced.shape[0], weights[0].shape[-1]
-            ):
+            channels, *others = {weight.shape[-1] for weight in weights}
+            parts, rest = divmod(produced.shape[0], channels)
+            if not others and not rest and (parts > max(site.parts) if site.of is None else parts == site.of):
                 yield named
 
 
 def _can_be_divided(weight: torch.Tensor) -> bool:
-    """Not a weight in another quantized format, whose rows have no scale or dtype of their own to take the factors."""
+    """Whether rows of a weight can be divided: not in other quantized formats, without a scale or dtype for that."""
     return is_int8(weight) or (type(weight.data) is torch.Tensor and weight.dtype in FLOAT_DTYPES)
 
 
 def foldable_groups(model: ModelPatcher, quantizable: Collection[str]) -> list[set[str]]:
-    """The sets of quantizable linears that could be smoothed by one vector of factors each and have it folded, once the
+    """Return sets of quantizable linears that can share a vector of smoothing factors and have it folded, once the
     MODEL is quantized."""
     return [
         {name for name in site.readers if name in quantizable}
@@ -142,25 +124,29 @@ def foldable_groups(model: ModelPatcher, quantizable: Collection[str]) -> list[s
 
 
 def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
-    """A state dict of a MODEL's diffusion model, by the names of its modules, with all smoothing factors folded away.
+    """Return a diffusion model's state dict, by the names of its modules, with all smoothing factors folded away.
 
-    The result computes the same with plain INT8 layers. Those with activations of 16 bits stay what they are, since no
-    other loader reads them: where their input is divided for others, they multiply it back. What changes is computed
-    when the tensor is written. Raises ValueError naming the first layer whose factors cannot be folded.
+    The result computes the same with plain INT8 layers. Layers with activations of 16 bits stay, since no other loader
+    reads them: where their input is divided for others, they multiply it back. What changes is computed when the tensor
+    is written. Raises ValueError naming the first layer whose factors cannot be folded.
     """
     folded = dict(tensors)
     for site in _sites(model):
         stored = {name: weight_below_patches(model, f"{DIFFUSION_MODEL}{name}.weight") for name in site.readers}
         producer = weight_below_patches(model, f"{DIFFUSION_MODEL}{site.producer}.weight")
-        smooth = _common_factors(stored.values())
+        smooth = _common_factors(list(stored.values()))
         if smooth is None or not _can_be_divided(producer):
             continue
         divisor = site.divisor(smooth, producer)
         common = float(smooth[0] / divisor[0])
-        rows_in = quant_config.SCALE if is_int8(producer) else "weight"
-        for key, rows, change in site.changes(divisor, rows_in):
-            if key in folded:
-                folded[key] = _changed(key, folded[key], change, rows)
+        divided = partial(divide_rows, smooth=divisor)
+        for part in site.parts:
+            rows = slice(part * len(divisor), (part + 1) * len(divisor))
+            of_bias = partial(divide_modulation_scale, smooth=divisor) if part == site.scale else divided
+            rows_in = quant_config.SCALE if is_int8(producer) else "weight"
+            for key, change in ((f"{site.producer}.{rows_in}", divided), (f"{site.producer}.bias", of_bias)):
+                if key in folded:
+                    folded[key] = _changed(key, folded[key], change, rows)
         for name, weight in stored.items():
             config: Any = folded.get(f"{name}.{quant_config.QUANT_CONFIG}")
             others = {} if config is None else quant_config.other_options(quant_config.decode_config(config))
@@ -192,7 +178,7 @@ def fold(model: ModelPatcher, tensors: Tensors) -> Tensors:
 def _changed(
     key: str, tensor: torch.Tensor | PendingTensor, change: Callable[[torch.Tensor], torch.Tensor], rows: slice
 ) -> PendingTensor:
-    """The tensor `key` with these rows changed when it is written: ValueError where fp16 then overflows."""
+    """Return a tensor whose rows change when it is written. Writing raises ValueError naming `key` on an overflow."""
 
     def made() -> torch.Tensor:
         changed = tensor.to("cpu").clone()
@@ -208,14 +194,13 @@ def _changed(
 
 
 def _has_16_bits(weight: torch.Tensor) -> TypeGuard[QuantizedTensor]:
-    """Whether a weight is INT8 and its input rounded to 16 bits."""
+    """Whether a weight is INT8 with activations of 16 bits."""
     return is_int8(weight) and weight.params.activation_bits == 16
 
 
-def _common_factors(weights: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The smoothing factors that all plain INT8 weights of a site's readers share; None where there are none, where
-    they differ, or where another weight could not take its share."""
-    weights = list(weights)
+def _common_factors(weights: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return the smoothing factors that all plain INT8 weights of a site's readers share; None where there are none,
+    where they differ, or where another weight could not take its share."""
     factors = [weight.params.smooth for weight in weights if is_int8(weight) and not _has_16_bits(weight)]
     if not factors or any(smooth is None for smooth in factors) or not all(map(_can_be_divided, weights)):
         return None

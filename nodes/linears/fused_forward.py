@@ -1,4 +1,4 @@
-"""An INT8 linear of a model computed by the fused kernel, whoever loaded its weight and whatever patches it."""
+"""The forward of INT8 linears on the fused kernel, whoever loaded the weight and whatever patches it."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -22,9 +22,9 @@ from .weight_form import KnownWeight, WeightForm, known_form, known_weight, weig
 
 
 def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
-    """The output of a ComfyUI linear with an INT8 weight of this pack, computed as ComfyUI computes its own INT8.
+    """Return the output of a linear with an INT8 weight of this pack, computed as ComfyUI computes its own INT8.
 
-    Its weight is neither smoothed nor wants 16 bits; `input` is floating point [..., K].
+    The weight is unsmoothed, with activations of 8 bits; `input` is floating point [..., K].
     """
     with cast_quantized(layer, input.device, input.dtype, None) as (weight, bias):
         form = weight_form(weight, layer)
@@ -37,18 +37,18 @@ def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
 
 
 def needs_gradient(input: torch.Tensor) -> bool:
-    """Whether a product is differentiated, which INT8 has no gradient for."""
+    """Whether a product needs a gradient, which INT8 has not."""
     return input.requires_grad and torch.is_grad_enabled()
 
 
 class INT8Linear:
-    """What linears of this pack's classes have before ComfyUI's own, which is `super()`: INT8 weights are multiplied by
-    the fused kernel, and a fused op may quantize their input for them."""
+    """A mixin before ComfyUI's class of linears, its `super()`: the fused kernel multiplies by INT8 weights, and fused
+    ops may quantize inputs."""
 
     int8_kernel: str
-    own_arguments: Mapping[str, Any]  # of ComfyUI's own forward behind its input
+    own_arguments: Mapping[str, Any]  # `arguments_of` ComfyUI's own forward
     of_encoder = False  # whether it belongs to a text encoder of ComfyUI's own loader
-    linear_name = ""  # its path, given by name_linears
+    linear_name = ""  # its path, set by name_linears
     weight: Any
     weight_function: list
     bias_function: list
@@ -57,7 +57,7 @@ class INT8Linear:
     out_features: int
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute a call of ComfyUI's. A deferred forward sees none of the calls in here; the result is tracked."""
+        """Compute a call of ComfyUI's. Hide the calls in here from a deferred forward, and track the result."""
         deferring = None if torch.compiler.is_compiling() else tracking.forward
         if deferring is None:
             return self._called(input, args, kwargs)
@@ -78,7 +78,7 @@ class INT8Linear:
             quantize = functools.partial(takers.linear, self, x)
         elif call is not None:
             x = valued(x)
-            # A compiler folds separate passes by itself.
+            # A compiler fuses separate passes by itself.
             quantize = None if torch.compiler.is_compiling() else call.quantizer(x, self.in_features)
         output = self._product(known, x, call, quantize)
         return output if call is None else call.added(output)
@@ -88,17 +88,17 @@ class INT8Linear:
         return form is not None and runs_fused(device, self.int8_kernel, *shape, form.native)
 
     def is_fused_on(self, device: torch.device) -> bool:
-        """Whether the fused kernel multiplies by this linear's weight there."""
+        """Whether the fused kernel multiplies by this linear's weight on a device."""
         return self._fuses(known_weight(self)[0], device)
 
     def unfused(self, form: WeightForm | None, x: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        """What ComfyUI's own forward computes of a call, with a weight of a form. An older one drops all arguments but
-        the input, so that they are computed around it."""
+        """Return the output of ComfyUI's own forward, for a weight of `form`. An older one drops all arguments but the
+        input, which are computed around it."""
         own: Any = super()
         return own.forward(x, *args, **kwargs) if self.own_arguments else self.around(own.forward, x, args, kwargs)
 
     def around(self, product: Callable[..., torch.Tensor], x: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-        """Compute what the arguments ask for in separate passes around a product of floats."""
+        """Return `product` of x in floats, with what a call's arguments ask for in separate passes around it."""
         call = read_linear_call(self, self.own_arguments, args, kwargs)
         return product(x) if call is None else call.added(product(call.activated(x)))
 
@@ -109,9 +109,9 @@ class INT8Linear:
         call: LinearCall | None,
         quantize: Callable[[ChannelTransform, int], Quantized | None] | None,
     ) -> torch.Tensor:
-        """The product [..., N] with the activated input of a call, in any memory mode. `x` is in floats, or deferred.
+        """Return the product [..., N] with the activated input, in any memory mode. `x` is in floats, or deferred.
 
-        `quantize` makes int8 [rows, K or 2K] of it and a scale per row, or None where it must be read as floats.
+        `quantize` returns int8 [rows, K or 2K] of x and a scale per row, or None where x must be read as floats.
         """
         device, dtype, leading, functions = x.device, x.dtype, x.shape[:-1], self.weight_function
         weight, bias = self._parameters["weight"], self._parameters["bias"]
@@ -131,11 +131,11 @@ class INT8Linear:
         fewer = [] if thin or lora is not None else once if len(once) < len(functions) else None
         with cast_quantized(self, device, dtype, fewer) as (weight, bias):
             form = weight_form(weight, self)
-            if form is None:  # outside dynamic VRAM a patch of a partially loaded model makes floats all the same
+            if form is None:  # outside dynamic VRAM a patch of a partially loaded model makes it floats
                 transform, bits = known_form(self.weight, self).input_form(self.weight)
                 key = next(filter(None, map(key_of, self.weight_function)), None)
-                transform = transform.on(device)  # the weight of a part of the model that is not loaded is elsewhere
-                seed = None if key is None else comfy.utils.string_to_seed(key)  # with which ComfyUI rounds it
+                transform = transform.on(device)  # a weight that is not loaded lies elsewhere
+                seed = None if key is None else comfy.utils.string_to_seed(key)  # as ComfyUI rounds it
                 q, scale = requantize_weight(weight, transform, seed)
             else:
                 (q, scale), (transform, bits) = form.operands(weight, lora), form.input_form(weight)
@@ -149,14 +149,14 @@ class INT8Linear:
         return output
 
     def _lies_on(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether the weight lies there, and the bias in this dtype, with nothing to be done to it."""
+        """Whether weight and bias lie on a device, the bias in this dtype and with nothing to be done to it."""
         bias = self._parameters["bias"]
         if self.bias_function or stored(self._parameters["weight"]).device != device:
             return False
         return bias is None or (bias.dtype == dtype and bias.device == device)
 
     def _forward(self, input: Any, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        """ComfyUI's product with a weight and bias that it has cast, such as for several parts of an input."""
+        """Compute ComfyUI's product with a weight and bias that it has cast, such as for several parts of an input."""
         form = None if isinstance(input, QuantizedTensor) or needs_gradient(input) else weight_form(weight, self)
         if form is None or not self._fuses(form, input.device):
             own: Any = super()

@@ -1,7 +1,7 @@
-"""The INT8 weight as ComfyUI carries it: a layout of its QuantizedTensor.
+"""The INT8 weight as a layout of ComfyUI's QuantizedTensor.
 
-ComfyUI moves, offloads, patches and saves the weight through this layout. Its dequantized value is always the original
-weight, free of smoothing and rotation, so that a LoRA made for the original model is right in every memory mode.
+ComfyUI moves, offloads, patches and saves the weight through this layout. Dequantized it is the original weight without
+smoothing and rotation, so that a LoRA of the original model is right in every memory mode.
 """
 
 import hashlib
@@ -21,9 +21,8 @@ LAYOUT = "PerChannelINT8Layout"
 
 
 class PerChannelINT8Layout(QuantizedLayout):
-    """int8 [N, K] with a per-channel scale [N, 1], optional smoothing factors [K], an optional rotation group, and to
-    how many bits its input is rounded. `factors` is a digest of the smoothing factors: by it linears know that they
-    quantize an input alike."""
+    """int8 [N, K] with a per-channel scale [N, 1], optional smoothing factors [K], an optional rotation group, and the
+    bits of its activations. `factors` is a digest of the smoothing factors: linears with equal ones quantize alike."""
 
     @dataclass(frozen=True)
     class Params(BaseLayoutParams):
@@ -44,7 +43,7 @@ class PerChannelINT8Layout(QuantizedLayout):
     def quantize(
         cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, *, like
     ) -> tuple[torch.Tensor, "PerChannelINT8Layout.Params"]:
-        """Float weight -> int8 and parameters, with the transform and the bits of `like`.
+        """Return a float weight as int8 and parameters, with the transform and the bits of `like`.
 
         The scale is always computed anew; `stochastic_rounding` is a seed or 0.
         """
@@ -55,15 +54,13 @@ class PerChannelINT8Layout(QuantizedLayout):
 
     @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
-        """The original weight in `params.orig_dtype`."""
+        """Return the original weight in `params.orig_dtype`."""
         return dequantize_weight(qdata, params.scale, params.transform, params.orig_dtype)
 
     @classmethod
     def state_dict_tensors(cls, qdata, params) -> dict[str, torch.Tensor]:
-        tensors = {"": qdata, "_scale": params.scale}
-        if params.smooth is not None:
-            tensors["_smooth"] = params.smooth
-        return tensors
+        tensors = {"": qdata, "_scale": params.scale, "_smooth": params.smooth}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     @classmethod
     def requantize_kwargs(cls, qtensor) -> dict:
@@ -80,7 +77,7 @@ def int8_weight(
     transform: ChannelTransform = UNCHANGED,
     activation_bits: int = 8,
 ) -> QuantizedTensor:
-    """Wrap int8 [N, K] and its scale (scalar, [N] or [N, 1]) for ComfyUI; `dtype` is that of the dequantized weight."""
+    """Wrap int8 [N, K] and its scale (scalar, [N] or [N, 1]) for ComfyUI; `dtype` is the dequantized weight's."""
     # One shape for all, because ComfyUI copies requantized parameters over the ones it holds.
     scale = scale.float().reshape(-1, 1).expand(q.shape[0], 1).contiguous()
     smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
@@ -90,7 +87,7 @@ def int8_weight(
 
 
 def int8_weight_of(pieces: Mapping[str, Any], config: dict[str, Any], dtype: torch.dtype) -> QuantizedTensor:
-    """The weight of an INT8 layer of a file, by its tensors and its decoded quant config; `dtype` as above."""
+    """Return the weight of a file's INT8 layer, of its tensors and its decoded quant config; `dtype` as above."""
     transform = ChannelTransform(pieces[quant_config.SMOOTH], quant_config.rotation_group(config))
     return int8_weight(
         pieces["weight"], pieces[quant_config.SCALE], dtype, transform, quant_config.activation_bits(config)
@@ -98,15 +95,15 @@ def int8_weight_of(pieces: Mapping[str, Any], config: dict[str, Any], dtype: tor
 
 
 def is_int8(weight: Any) -> TypeGuard[QuantizedTensor]:
-    """Whether a module's weight is one of ours."""
+    """Whether a weight has this layout."""
     return has_layout(weight, LAYOUT)
 
 
 def format_of_weight(weight: QuantizedTensor) -> str:
-    """The format a weight is marked with in files."""
+    """Return the name of a weight's format in files."""
     return quant_config.format_name(weight.params.transform, weight.params.activation_bits)
 
 
 def quant_config_of(weight: QuantizedTensor, others: Mapping[str, Any] = {}) -> torch.Tensor:
-    """The quant config of a weight in files; `others` are the `other_options` of the one that its layer had."""
+    """Return the quant config of a weight for files; `others` are the `other_options` that its layer's had."""
     return quant_config.encode_config(weight.params.transform, weight.params.activation_bits, others)

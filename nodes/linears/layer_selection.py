@@ -1,4 +1,4 @@
-"""The linears of a MODEL, and which of them are quantized: one rule by name and size, for every architecture."""
+"""The choice of the linears that are quantized, by names and sizes, for every architecture."""
 
 import re
 from typing import Any
@@ -11,8 +11,8 @@ from ..comfyui.attention import is_attention_choice
 from ..comfyui.compiling import is_compiled
 from ..comfyui.patcher import DIFFUSION_MODEL
 
-# Modulation, embedders of time, text and guidance, and the like: small, and what leaves them scales or shifts whole
-# blocks. A word of the path must match in full.
+# Modulation, embedders of time, text and guidance, and the like: small, and their outputs scale or shift whole blocks.
+# A word of the path must match in full.
 _SENSITIVE = re.compile(
     r"(mod(?!el|ule).*|adaln|norm|emb|embed|embedder|embedding|time|timestep|tproj|tmlp|guidance|caption)\d*"
 )
@@ -23,37 +23,34 @@ _SMALLEST_SIDE = 64
 
 
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether the linear `name` (dotted module path) with a weight of this shape [N, K] becomes INT8.
-
-    The linears of the repeated blocks do, that is, those with a number in their path, except the sensitive ones.
-    """
+    """Whether a linear of a dotted module path, with a weight of this shape [N, K], becomes INT8: one in a repeated
+    block, which has a number in its path, that is not sensitive."""
     if len(shape) != 2 or min(shape) < _SMALLEST_SIDE:
         return False
-    path = name.split(".")
     if any(_SENSITIVE.fullmatch(word) for word in name.lower().replace(".", "_").split("_")):
         return False
-    in_a_block = any(part.isdigit() for part in path[:-1])
+    in_a_block = any(part.isdigit() for part in name.split(".")[:-1])
     return in_a_block or shape[0] * shape[1] >= _LARGE_PROJECTION
 
 
 def root_of(model: ModelPatcher) -> tuple[torch.nn.Module, str]:
-    """The module whose linears compute, and what ComfyUI puts before the names of its parts: a MODEL's diffusion model,
-    or all that a CLIP holds."""
+    """Return the module with the linears, a MODEL's diffusion model or all of a CLIP, and ComfyUI's prefix of its
+    parts."""
     return (model.model, "") if model.is_clip else (model.model.diffusion_model, DIFFUSION_MODEL)
 
 
 def class_patch(model: ModelPatcher, name: str) -> str:
-    """Under which name a MODEL or CLIP patches the class of a part, given its path in what `root_of` says."""
+    """Return the name under which a MODEL or CLIP patches the class of a part, given its path in the root."""
     return f"{root_of(model)[1]}{name}.__class__"
 
 
 def keeps_exact(patch: Any) -> bool:
-    """Whether an object patch of a MODEL is the class of a block whose attention INT8 leaves out."""
+    """Whether an object patch is the class of a block whose attention stays exact."""
     return getattr(patch, "keeps_exact_attention", False) is True
 
 
 def linears(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
-    """All linears of a MODEL, by module path inside the diffusion model; or those of a CLIP's text encoders."""
+    """Return all linears of a MODEL, by path in the diffusion model, or of a CLIP's text encoders."""
     return _linears_in(root_of(model)[0], "")
 
 
@@ -65,35 +62,32 @@ def _linears_in(part: torch.nn.Module, path: str) -> dict[str, CastWeightBiasOp]
         # experts) is excluded by the weight's shape.
         if isinstance(module, CastWeightBiasOp)
         and hasattr(module, "in_features")
-        and module.weight is not None
-        and module.weight.ndim == 2
+        and getattr(module.weight, "ndim", None) == 2
     }
 
 
 def quantizable_linears(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
-    """Those of `linears` that would become INT8."""
+    """Return those of `linears` that would become INT8."""
     return quantizable_in(root_of(model)[0])
 
 
 def quantizable_in(part: torch.nn.Module, path: str = "") -> dict[str, CastWeightBiasOp]:
-    """The same of a part of a diffusion model that stands at `path` in it."""
+    """The same of a part of a diffusion model, which is at `path` in it."""
     found = _linears_in(part, path)
     return {name: module for name, module in found.items() if is_quantizable(name, tuple(module.weight.shape))}
 
 
 def check_runs_as_stored(model: ModelPatcher) -> None:
-    """Raise ValueError for a MODEL with injections (a bypass LoRA): they act on its modules when it samples, and are in
-    no weight that could be quantized or saved."""
-    found = model.injections
-    if found:
+    """Raise ValueError for a MODEL with injections (a bypass LoRA), which are in no weight to quantize or save."""
+    if model.injections:
         raise ValueError(
-            f"this MODEL carries something that is not in its weights ({', '.join(found)}) and would be "
+            f"this MODEL carries something that is not in its weights ({', '.join(model.injections)}) and would be "
             "lost. Load a bypass LoRA with the ordinary LoRA loader, or connect that node after this one"
         )
 
 
 def quantization_targets(model: ModelPatcher) -> dict[str, CastWeightBiasOp]:
-    """The linears to quantize. Raises ValueError if there are none, or if they are not what the MODEL runs."""
+    """Return the linears to quantize. Raises ValueError if there are none, or if the MODEL does not run them."""
     check_runs_as_stored(model)
     targets = quantizable_linears(model)
     patches = model.object_patches.items()

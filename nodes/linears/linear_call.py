@@ -1,6 +1,6 @@
-"""What a call of a linear asks for beside its product: an activation of its input, and a residual that it is added to.
+"""The arguments of a linear's call beside its input: an activation, and a residual that the product is added to.
 
-ComfyUI's linears take both since the version behind 0.39. This is the one place that says what their arguments mean:
+ComfyUI's linears take them since the version behind 0.39. Only this file says what they mean:
 residual + residual_scale * linear(activation(x)), in the dtype of the product.
 """
 
@@ -17,20 +17,20 @@ from ...kernels import FLOAT_DTYPES, ChannelTransform, Norm, Quantized, activate
 from ..comfyui.layers import other_activation
 
 _ARGUMENTS = ("input_act", "act_weight", "act_eps", "residual", "residual_scale")
-"""The arguments behind the input, in the order of ComfyUI's forward."""
+"""Arguments behind the input, in the order of ComfyUI's forward."""
 _KNOWN = frozenset(_ARGUMENTS)
 
 
 class LinearCall(NamedTuple):
-    """What a call asks for beside the product.
+    """The arguments of a call of a linear.
 
     Attributes:
         layer: the linear.
         activation: of the input, by ComfyUI's name of it; None for none.
-        act_weight, act_eps: what "rms_norm" has; from October 2026 on the weight may be the norm itself.
+        act_weight, act_eps: of "rms_norm"; from October 2026 on the weight may be the norm itself.
         residual: what the product is added to, or None.
-        residual_scale: what the product is multiplied with before; None for one.
-        unknown: the names of arguments that ask for something which nobody here knows.
+        residual_scale: what the product is multiplied by first; None for one.
+        unknown: names of arguments that this file does not know.
     """
 
     layer: Any
@@ -42,7 +42,7 @@ class LinearCall(NamedTuple):
     unknown: tuple[str, ...] = ()
 
     def activated(self, x: torch.Tensor) -> torch.Tensor:
-        """The activated input in floats, as ComfyUI computes it.
+        """Return the activated input in floats, as ComfyUI computes it.
 
         Raises TypeError for unknown arguments and ValueError for an activation that ComfyUI does not know either.
         """
@@ -68,8 +68,8 @@ class LinearCall(NamedTuple):
         return values
 
     def quantizer(self, x: torch.Tensor, channels: int) -> Callable[[ChannelTransform, int], Quantized] | None:
-        """What activates this input and quantizes it as `quantize_activations` does, in one pass, for a linear of so
-        many channels; None where no fused op does."""
+        """Return a function that activates x and quantizes it as `quantize_activations` does, in one pass, for a linear
+        of so many input channels; None where no fused op does."""
         if self.unknown or x.shape[-1] != channels * (2 if self.activation == "swiglu" else 1):
             return None
         rows, weight = x if x.ndim in (2, 3) else x.reshape(-1, x.shape[-1]), self.act_weight
@@ -84,32 +84,26 @@ class LinearCall(NamedTuple):
             return None
         return partial(norm_quantize, rows, Norm("rms", self.act_eps, _norm_weight(weight, x)), None, None)
 
-    def takes_residual(self, output: Sequence[int]) -> bool:
-        """Whether the fused op adds a product of this shape to the residual. Its scale has one value a channel, of all
-        tokens or of each."""
-        residual, scale = self.residual, self.residual_scale
-        if residual is None or scale is None or len(output) not in (2, 3) or residual.shape != torch.Size(output):
-            return False
-        if scale.ndim not in (1, len(output)) or scale.shape[-1] != output[-1]:
-            return False
-        tokens = output[len(output) - scale.ndim : -1]
-        fits = all(size in (1, whole) for size, whole in zip(scale.shape[:-1], tokens, strict=True))
-        return fits and _is_plain(residual) and _is_plain(scale)
-
     def added(self, output: torch.Tensor) -> torch.Tensor:
-        """The residual with a product added to it."""
+        """Return the residual with a product added to it."""
         residual, scale = self.residual, self.residual_scale
         if residual is None:
             return output
-        residual = residual.to(output.dtype)
-        if not torch.compiler.is_compiling() and self.takes_residual(output.shape) and scale is not None:
+        plain, residual = _is_plain(residual), residual.to(output.dtype)
+        if scale is None:
+            return residual + output
+        fits = residual.shape == output.shape and output.ndim in (2, 3) and scale.ndim in (1, output.ndim)
+        if fits and plain and _is_plain(scale) and not torch.compiler.is_compiling():
             gate = scale.reshape((1,) * (output.ndim - scale.ndim) + tuple(scale.shape))
-            return gated_residual(residual, output, gate)
-        return residual + output if scale is None else torch.addcmul(residual, output, scale.to(output.dtype))
+            tokens = zip(gate.shape[:-1], output.shape, strict=False)
+            # One value a channel, for all tokens or for each.
+            if gate.shape[-1] == output.shape[-1] and all(size in (1, whole) for size, whole in tokens):
+                return gated_residual(residual, output, gate)
+        return torch.addcmul(residual, output, scale.to(output.dtype))
 
 
 def _norm_weight(weight: Any, x: torch.Tensor) -> Any:
-    """A norm's weight where the input is: it may be one that ComfyUI keeps elsewhere."""
+    """Return a norm's weight on the device of x: ComfyUI may keep it elsewhere."""
     return weight if weight is None or weight.device == x.device else cast_to_device(weight, x.device, None)
 
 
@@ -118,8 +112,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def arguments_of(forward: Callable[..., Any]) -> dict[str, Any]:
-    """What a linear's own forward takes behind its input, each with its default. Nothing for one of an older ComfyUI,
-    which drops or refuses what it is given."""
+    """Return the arguments of a linear's own forward behind its input, by name with their defaults; none for an older
+    ComfyUI's, which drops or refuses them."""
     given = [p for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     names = {parameter.name: parameter.default for parameter in given[2:]}
     return names if _ARGUMENTS[0] in names else {}
@@ -128,15 +122,15 @@ def arguments_of(forward: Callable[..., Any]) -> dict[str, Any]:
 def read_linear_call(
     layer: Any, own: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> LinearCall | None:
-    """What the arguments behind a linear's input ask for; None where that is its product alone.
+    """Return the arguments behind a linear's input; None where they ask for the product alone.
 
     Args:
         layer: the linear.
-        own: `arguments_of` ComfyUI's own forward, whose order says what the places of `args` mean.
-        args, kwargs: the arguments. ComfyUI gives all of them in some calls, and None where it does not use one.
+        own: `arguments_of` ComfyUI's own forward, in whose order `args` are.
+        args, kwargs: the arguments. Some of ComfyUI's calls give all of them, None for those they do not use.
     """
     if not args and kwargs.keys() <= _KNOWN and kwargs.get("input_act") is kwargs.get("residual") is None:
-        return None  # what most calls ask for, of every linear at every step
+        return None  # most calls, of every linear at every step
     order = [*(own or _ARGUMENTS)]
     order += [f"argument {place + 2}" for place in range(len(order), len(args))]
     placed = dict(zip(order, args, strict=False))
@@ -144,7 +138,7 @@ def read_linear_call(
     if twice:
         raise TypeError(f"{_named(layer)} is called with {', '.join(twice)} by place and by name")
     arguments = {name: value for name, value in {**placed, **kwargs}.items() if value is not None}
-    # What nobody here knows asks for nothing where it is None, or its default.
+    # An unknown one asks for nothing where it is None, or its default.
     unknown = [name for name, value in arguments.items() if name not in _KNOWN and value is not own.get(name)]
     known = {name: value for name, value in arguments.items() if name in _KNOWN}
     activation = known.pop("input_act", "none")
@@ -154,8 +148,7 @@ def read_linear_call(
 
 
 def multiplied(linear: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """The rows that a call of any linear multiplies by its weight: its input, activated if it asks for
-    that."""
+    """Return what a call of any linear multiplies by its weight: its input, activated if it asks for that."""
     x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
     others = {name: value for name, value in kwargs.items() if name != "input"}
     if not rest and not others:
@@ -166,7 +159,7 @@ def multiplied(linear: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
 
 
 def refuse_unknown(layer: Any, arguments: Collection[str]) -> None:
-    """Raise TypeError for arguments of a linear's that nobody here knows: without them an image would be wrong."""
+    """Raise TypeError for unknown arguments of a linear: without them an image would be wrong."""
     if arguments:
         raise TypeError(
             f"{_named(layer)} is called with {', '.join(arguments)}, which INT8 DiT does not know, so that the image "
@@ -175,7 +168,7 @@ def refuse_unknown(layer: Any, arguments: Collection[str]) -> None:
 
 
 def name_linears(root: torch.nn.Module) -> None:
-    """Let the linears of this pack under a module know their paths, which errors name."""
+    """Set the paths of this pack's linears under a module, for error messages."""
     modules: dict[str, Any] = dict(root.named_modules())
     for name, module in modules.items():
         if hasattr(module, "linear_name"):

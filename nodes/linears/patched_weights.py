@@ -1,7 +1,7 @@
-"""The weights of a MODEL as it would compute with them: what is stored, with its patches (LoRAs) applied.
+"""The weights of a MODEL with its patches (LoRAs) applied.
 
-Computed from the stored weights one at a time, whatever is loaded where: ComfyUI may hold patches of this or of another
-MODEL inside the very same weights, or apply them only while it streams.
+They are computed from the stored weights one at a time, whatever is loaded where: ComfyUI may hold patches of this or
+another MODEL inside the very same weights, or apply them only while it streams.
 """
 
 import functools
@@ -26,10 +26,10 @@ from .weight_form import known_form
 
 
 def float_weight(weight: torch.Tensor, pre_quant_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """A stored weight as the float tensor it stands for, in a dtype that can be computed with, where it is.
+    """Return the float tensor that a stored weight stands for, in a dtype that can be computed with, on its device.
 
-    `pre_quant_scale` [K] is what a layer in ModelOpt's AWQ form multiplies its input by; the result has it in its
-    columns. Raises ValueError for a weight whose values are packed in a way ComfyUI's own loaders do not know.
+    `pre_quant_scale` [K] is what a layer in ModelOpt's AWQ form multiplies its input by; the result's columns are
+    multiplied by it. Raises ValueError for values that are packed in a way ComfyUI's own loaders do not know.
     """
     if isinstance(weight, QuantizedTensor):
         weight = weight.dequantize()
@@ -44,14 +44,14 @@ def float_weight(weight: torch.Tensor, pre_quant_scale: torch.Tensor | None = No
 
 
 def possibly_patched(model: ModelPatcher) -> set[str]:
-    """The names in the diffusion model of all that patches may change, or have changed."""
+    """Return the names in the diffusion model of all that patches change or have changed."""
     keys = {*model.patches, *model.backup}
     return {key.removeprefix(DIFFUSION_MODEL) for key in keys if key.startswith(DIFFUSION_MODEL)}
 
 
 def patched_weight(model: ModelPatcher, name: str) -> torch.Tensor:
-    """What a layer multiplies its input by, patches applied, as a float tensor of its own on the MODEL's device; `name`
-    is its own in the diffusion model."""
+    """Return what a layer multiplies its input by, with patches, as a float tensor of its own on the MODEL's device;
+    `name` is the weight's in the diffusion model."""
     weight = _patched_as_stored(model, DIFFUSION_MODEL + name)
     layer, _, part = name.rpartition(".")
     module = model.model.diffusion_model.get_submodule(layer)
@@ -59,13 +59,13 @@ def patched_weight(model: ModelPatcher, name: str) -> torch.Tensor:
 
 
 def _patched_as_stored(model: ModelPatcher, key: str) -> torch.Tensor:
-    """A stored weight with patches applied, as a float tensor of its own on the MODEL's device."""
+    """Return a stored weight with patches applied, as a float tensor of its own on the MODEL's device."""
     weight = float_weight(cast_to_device(weight_below_patches(model, key), model.load_device, None, copy=True))
     return comfy.lora.calculate_weight(model.patches[key], weight.float(), key) if key in model.patches else weight
 
 
 def whole_weights(model: Any, state_dict: dict[str, Any], prefix: str, _metadata: object = None) -> None:
-    """Put each quantized weight into a model's state dict as what it is, in place of the pieces a file has."""
+    """Put quantized weights into a model's state dict whole, in place of the pieces that a file has."""
     for name, weight in model.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
         if isinstance(weight, QuantizedTensor) and not isinstance(state_dict.get(name), QuantizedTensor | None):
             for piece in (f"{name.removesuffix('weight')}{quant_config.QUANT_CONFIG}", *weight.state_dict(name)):
@@ -74,7 +74,7 @@ def whole_weights(model: Any, state_dict: dict[str, Any], prefix: str, _metadata
 
 
 class _WholeWeights(dict):
-    """A MODEL's state dict with whole weights. LoRAs are extracted of what is taken out of it: patched, in floats."""
+    """A MODEL's state dict with whole weights. Its items are patched floats, of which ComfyUI extracts LoRAs."""
 
     def __init__(self, model: Any, filter_prefix: str | None = None) -> None:
         super().__init__(model.__class__.model_state_dict(model, filter_prefix))
@@ -87,12 +87,12 @@ class _WholeWeights(dict):
 
 
 def show_whole(_: ModelPatcher, model: Any) -> None:
-    """Give ComfyUI whole weights where it merges a MODEL or CLIP, puts hooks on it or extracts a LoRA of it."""
+    """Give ComfyUI whole weights where it merges a MODEL or CLIP, hooks it or extracts a LoRA from it."""
     model.model_state_dict = functools.partial(_WholeWeights, weakref.proxy(model))
 
 
 def _pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch.Tensor | PendingTensor]:
-    """What a weight is written as, in the form of a stored one; of a patched one the first of its tensors makes all."""
+    """Return the tensors that a weight is written as, in a stored form. A patched one is computed for the first."""
     pieces = form.state_dict(key) if isinstance(form, QuantizedTensor) else {key: form}
     if key not in model.patches:
         return pieces
@@ -111,9 +111,9 @@ def _pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch.Tensor 
 
 
 def state_dict_for_saving(model: ModelPatcher) -> Tensors:
-    """The diffusion model's tensors under its own names, patches applied (those when they are written).
+    """Return the diffusion model's tensors under its own names, with patches, which are applied when they are written.
 
-    Codes of 4 or 6 bits would lose most of a LoRA: weights in them that are patched become INT8.
+    Patched weights in codes of 4 or 6 bits, which would lose most of a LoRA, become INT8.
     """
     tensors: Tensors = dict(state_dict_of(model))
     for name in possibly_patched(model):
@@ -122,10 +122,8 @@ def state_dict_for_saving(model: ModelPatcher) -> Tensors:
         if key in model.patches and is_grouped(stored):
             for piece in stored.state_dict(key):
                 tensors.pop(piece.removeprefix(DIFFUSION_MODEL), None)
-            # Its values are those of no weight.
             q = torch.empty(stored.shape, dtype=torch.int8, device="meta")
-            scale = torch.empty(len(stored), device="meta")
-            form = int8_weight(q, scale, stored.dtype, *known_form(stored).unsmoothed)
+            form = int8_weight(q, torch.empty(len(q), device="meta"), stored.dtype, *known_form(stored).unsmoothed)
             config = quant_config_of(form, quant_config.other_options(quant_config_in(stored)))
             tensors[f"{name.removesuffix('.weight')}.{quant_config.QUANT_CONFIG}"] = config
         for piece, tensor in _pieces(model, key, form).items():

@@ -1,8 +1,8 @@
-"""Weights that stay as they are stored (GGUF, W4A8, W6A8) while a MODEL runs, and what patches (LoRAs) do to them.
+"""Patches (LoRAs) of weights that stay stored (GGUF, W4A8, W6A8) while a MODEL runs.
 
-No such form holds a patched weight as exactly as INT8 does, so ComfyUI never writes one back. Plain LoRAs become part
-of the INT8 weight that is made for each product. Any other patch makes a weight in floats of its own. While a hook is
-on, what it made stands in the place of the stored weight.
+No such form holds a patched weight as exactly as INT8 does, so ComfyUI never writes one back. Plain LoRAs are added
+where the INT8 weight of each product is computed. Any other patch makes a float weight. A hook's weight replaces the
+stored one while the hook is on.
 """
 
 from collections.abc import Iterator
@@ -28,14 +28,14 @@ SMALLEST_STORED = 1 << 16
 
 
 def fits_codes(n: int, k: int) -> bool:
-    """Whether a weight [N, K] that this pack quantizes can be held in codes of 4 bits, as ComfyUI reads them."""
+    """Whether a weight [N, K] that this pack quantizes can be stored in codes of 4 bits, as ComfyUI reads them."""
     return rotation_group_of(k) is not None and n * k // 2 >= SMALLEST_STORED
 
 
 class HookedWeight:
-    """What a hook made of a linear's weight: ComfyUI takes it off by copying that over it."""
+    """A linear's weight while a hook is on. ComfyUI takes the hook off by copying the old weight over it."""
 
-    linear: Any = None  # a compiler's stand-in for it has none
+    linear: Any = None  # a compiler's fake tensor of it has none
 
     @property
     def data(self) -> "HookedWeight":
@@ -59,9 +59,9 @@ class _HookedFloats(HookedWeight, torch.nn.Parameter):
 
 
 def put_hooked(linear: Any, weight: torch.Tensor, seed: int | None) -> None:
-    """Let a linear compute with what a hook made of its weight, float [N, K], until that is back.
+    """Replace a linear's weight by a hook's, float [N, K], until ComfyUI takes the hook off.
 
-    Of a stored one it is INT8 where that is in products; other quantized ones keep their form. `seed` rounds them.
+    It becomes INT8 if the weight is INT8 in products; other quantized weights keep their form. `seed` rounds them.
     """
     held = linear.weight
     form = weight_form(held, linear)
@@ -80,10 +80,10 @@ def put_hooked(linear: Any, weight: torch.Tensor, seed: int | None) -> None:
 
 
 def patch_products(model: ModelPatcher) -> None:
-    """Let patches act in the products of a MODEL's stored weights, in every memory mode.
+    """Apply patches in the products of a MODEL's stored weights, in every memory mode.
 
-    ComfyUI's own save nodes are refused: no loader takes for a weight what they would write of blocks, and of other
-    forms they would write it without its patches.
+    ComfyUI's own save nodes are refused: no loader reads what they would write of GGUF's blocks, and other forms they
+    would write without patches.
     """
     known: dict[str, tuple[object, torch.Tensor]] = {}
 
@@ -92,12 +92,13 @@ def patch_products(model: ModelPatcher) -> None:
             if key in loaded.patches:
                 loaded.backup.pop(key, None)
                 patched = _patch_of(loaded, key, module.weight, known)
-                module.weight_function = [patched, *_without_patches(module)]
+                others = [function for function in module.weight_function if not is_patch(function)]
+                module.weight_function = [patched, *others]
                 module.weight_lowvram_function = None  # else dynamic VRAM writes a patched weight into it
 
     def take_off(unloaded: ModelPatcher, unpatched: bool) -> None:
         for _, module in _stored(unloaded) if unpatched else ():
-            module.weight_function = _without_patches(module)
+            module.weight_function = [function for function in module.weight_function if not is_patch(function)]
 
     model.add_callback_with_key(CallbacksMP.ON_LOAD, CALLBACK_KEY, patch)
     model.add_callback_with_key(CallbacksMP.ON_DETACH, CALLBACK_KEY, take_off)
@@ -113,24 +114,20 @@ def _refuse_to_save(blocks: bool, *_args: object, **_kwargs: object) -> None:
 
 
 def _stored(model: ModelPatcher) -> Iterator[tuple[str, Any]]:
-    """The linears with a stored weight, each with its weight's name in the BaseModel."""
+    """Yield the linears with a stored weight, each with its weight's name in the BaseModel."""
     for name, module in model.model.named_modules():
         if is_stored(getattr(module, "weight", None)):
             yield f"{name}.weight", module
 
 
-def _without_patches(module: Any) -> list:
-    return [function for function in module.weight_function if not is_patch(function)]
-
-
 def _patch_of(
     model: ModelPatcher, key: str, weight: QuantizedTensor, known: dict[str, tuple[object, torch.Tensor]]
 ) -> LowVramPatch:
-    """The patches of a stored weight, on the device where the MODEL runs: plain LoRAs as one product of factors in its
-    dtype, rotated as the weight is as INT8; else patches as ComfyUI has them.
+    """Return the patches of a stored weight, on the device where the MODEL runs: plain LoRAs as one product of factors
+    in its dtype, rotated as the weight is as INT8; else patches as ComfyUI has them.
 
-    `known` holds scales of LoRAs by `key`, each beside what ComfyUI tells a MODEL's patches by: to find them takes a
-    product as large as the weight.
+    `known` caches scales of LoRAs by `key`, each with the MODEL's `patches_uuid`: to find them takes a product as large
+    as the weight.
     """
     patches, device, dtype, form = model.patches[key], model.load_device, weight.dtype, weight_form(weight, None)
     loras = plain_loras(patches, weight.shape)

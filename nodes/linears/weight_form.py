@@ -1,4 +1,4 @@
-"""What an INT8 weight is to a product, whoever loaded it, and what a linear knows of its own."""
+"""The form of an INT8 weight in a product, whoever loaded it, and its cache in the linear."""
 
 import weakref
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from .plain_loras import StoredLoRA
 
 
 class InputForm(NamedTuple):
-    """How a linear's input is to be quantized; smoothing factors may be on another device."""
+    """How a linear's input is quantized; smoothing factors may be on another device."""
 
     transform: ChannelTransform
     activation_bits: int
@@ -25,10 +25,10 @@ class WeightForm(NamedTuple):
     """The properties of an INT8 weight beside its numbers.
 
     Attributes:
-        own: whether this pack holds it; else one of ComfyUI's own loaders does.
-        kind: what makes INT8 of it for each product; None for one that is INT8.
-        unsmoothed: how its input is to be quantized, but for smoothing factors.
-        smoothed: whether there are such factors, which come with the weight.
+        own: whether this pack's loader holds it, and not one of ComfyUI's.
+        kind: of a stored weight, which becomes INT8 for each product; None for INT8.
+        unsmoothed: how its input is quantized, without smoothing factors.
+        smoothed: whether the weight has smoothing factors.
         native: whether ComfyUI's own INT8 could compute the linear.
     """
 
@@ -39,14 +39,13 @@ class WeightForm(NamedTuple):
     native: bool
 
     def input_form(self, weight: Any) -> InputForm:
-        """How the input of a linear with a weight of this form is to be quantized."""
+        """Return how the input of a linear with this weight is quantized."""
         return InputForm(weight.params.transform, self.unsmoothed[1]) if self.smoothed else self.unsmoothed
 
     def operands(self, weight: Any, lora: StoredLoRA | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """A weight of this form as int8 [N, K] and its scale in float32, one value or one per output channel.
+        """Return a weight of this form as int8 [N, K] and its float32 scale, one value or one per output channel.
 
-        Those of other kinds are new, in memory that PyTorch hands from layer to layer. `lora` is what changes such a
-        weight, on the device where it is used.
+        Those of a stored weight are new tensors. `lora` changes it, on the device where it is used.
         """
         kind = self.kind
         if kind is None:
@@ -59,9 +58,9 @@ class WeightForm(NamedTuple):
 
 
 def weight_form(weight: Any, layer: Any) -> WeightForm | None:
-    """The form of a weight that is INT8 in a product, of either kind, or made INT8 for each product; None of any other.
+    """Return the form of a weight that is INT8 or becomes INT8 for each product; None of any other.
 
-    `layer` is its linear: of ComfyUI's own formats it knows what the quant config says of its input.
+    `layer` is its linear, which knows what a quant config of ComfyUI's own formats says of the input.
     """
     kind, smooth = stored_kind(weight), None
     own = is_int8(weight) or (kind is not None and kind.held is not None)
@@ -74,7 +73,7 @@ def weight_form(weight: Any, layer: Any) -> WeightForm | None:
         group, bits = kind.rotation_group(weight), kind.activation_bits(weight)
     else:
         return None
-    # A text encoder's also while ComfyUI lets it multiply quantized activations, to write a text.
+    # A text encoder's also while it writes a text, where ComfyUI lets it multiply quantized activations.
     if not own and (getattr(layer, "of_encoder", False) or wants_full_precision(layer)):
         bits = 16
     native = native_computes(smooth, bits) and (kind is None or not own)
@@ -82,38 +81,34 @@ def weight_form(weight: Any, layer: Any) -> WeightForm | None:
 
 
 def known_form(weight: Any, layer: Any = None) -> WeightForm:
-    """That of a weight that is INT8 in a product."""
+    """Return the form of a weight that has one."""
     form = weight_form(weight, layer)
     assert form is not None
     return form
 
 
 class KnownWeight:
-    """What a linear's weight is, for as long as it is that weight: this holds none of its tensors.
-
-    Attributes:
-        form: what it is.
-    """
+    """The cached form of a linear's weight, for as long as the linear has that weight. It holds no tensors of it."""
 
     __slots__ = ("_linear", "_numbers", "_settings", "form")
 
     def __init__(self, weight: Any, form: WeightForm) -> None:
-        # ComfyUI replaces a module's weight, or under the same weight what is stored, or both; a patch that is copied
-        # into it replaces its parameters.
+        # ComfyUI replaces a module's weight, or the tensor stored in it, or both; a patch that is copied into it
+        # replaces its parameters.
         self._numbers, self._settings = weakref.ref(stored(weight)), weakref.ref(weight.params)
         self.form = form
         self._linear: RepeatedLinear | None = None
 
     def is_of(self, weight: Any) -> bool:
-        """Whether it is still that of the weight."""
+        """Whether this is the form of a weight."""
         return self._numbers() is stored(weight) and self._settings() is weight.params
 
     def __reduce__(self) -> tuple:
-        """A copy of the linear looks at its own weight."""
+        """Pickle and copy as None: a copy of the linear looks at its own weight."""
         return type(None), ()
 
     def linear(self, weight: Any, lora: StoredLoRA | None) -> tuple[RepeatedLinear, LinearWeight]:
-        """What computes with the weight, and what that takes of it."""
+        """Return the RepeatedLinear of the weight and the operands that it is called with."""
         form = self.form
         held = *form.operands(weight, lora), weight.params.smooth if form.smoothed else None
         if self._linear is None:
@@ -123,8 +118,7 @@ class KnownWeight:
 
 
 def known_weight(layer: Any) -> tuple[WeightForm | None, KnownWeight | None]:
-    """What a linear's weight is now, None for one that is not INT8 in a product; and what is known of it, which is
-    nothing for a compiler."""
+    """Return the form of a linear's weight, None if it is not INT8 in a product, and its cache, None for a compiler."""
     if torch.compiler.is_compiling():
         return weight_form(layer.weight, layer), None
     weight, known = layer._parameters.get("weight"), layer.__dict__.get("known_weight")
