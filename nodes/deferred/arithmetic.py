@@ -1,6 +1,5 @@
 """Handlers of norms, activations, modulations, gates and residuals, also in place."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -138,11 +137,7 @@ def _addcmul(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
             shift = gate_of(mode, start, x)
             if shift is not None and shift[1] is rows:
                 return mode.note(x, Normed(operand.x, operand.norm, scale, shift[0], rows), func, args)
-    return _gated(mode, valued(start), factors, in_place)
-
-
-def _gated(mode: Deferring, start: Any, factors: Sequence[Any], in_place: bool) -> Any:
-    """Return start + y gate by the fused op, for a y that is normed or in memory."""
+    start = valued(start)
     for y, gate in (factors, factors[::-1]):
         operand, modulation = y.note.operand if type(y) is Deferred else None, None
         if type(operand) is Normed and operand.is_unmodulated:

@@ -31,7 +31,8 @@ def defer(model: ModelPatcher) -> None:
     model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, calls.call)
     model.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
-    model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, calls.look_again)
+    # Other nodes may have compiled parts of the model since the last run.
+    model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, lambda _: calls.compiled.clear())
 
 
 def past_kernel(model: ModelPatcher) -> set[str]:
@@ -69,7 +70,7 @@ class _Calls:
     def __init__(self) -> None:
         # By root module and conditions: whether deferred calls agree with the module's own.
         self._agreed: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple, bool]] = weakref.WeakKeyDictionary()
-        self._compiled: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+        self.compiled: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         self.past: set[str] = set()  # paths of linears that are multiplied past the kernel
 
     def call(
@@ -86,21 +87,15 @@ class _Calls:
 
         return self.run(executor.class_obj.diffusion_model, run, x.device, conditions)
 
-    def look_again(self, model: ModelPatcher) -> None:
-        """Forget which modules are compiled, before each sampling: other nodes may have compiled some."""
-        self._compiled.clear()
-
     @foreground.computing()
     def run(self, root: torch.nn.Module, call: Callable[[], Any], device: torch.device, conditions: tuple) -> Any:
-        """Call a module's forward, deferred where its linears run fused and deferred calls agree with its own.
-
-        Neither times nor which kernels are compiled decide: one seed gives one picture.
-        """
+        """Call a module's forward, deferred where its linears run fused and deferred calls agree with its own. Neither
+        times nor which kernels are compiled decide: one seed gives one picture."""
         if torch.is_grad_enabled() or comfy.model_management.in_training or torch.compiler.is_compiling():
             return call()
-        if root not in self._compiled:
-            self._compiled[root] = any(map(is_compiled_module, root.modules()))
-        if self._compiled[root] or not any(_is_fused(part, device) for part in root.modules()):
+        if root not in self.compiled:
+            self.compiled[root] = any(map(is_compiled_module, root.modules()))
+        if self.compiled[root] or not any(_is_fused(part, device) for part in root.modules()):
             return call()
         agreed = self._agreed.setdefault(root, {})
         if agreed.get(conditions):
@@ -126,8 +121,7 @@ class _Calls:
 
 
 def _compared(root: torch.nn.Module, call: Callable[[], Any], ran: CalledLinears) -> tuple[Any, bool | None]:
-    """Return the output of a deferred call with comparisons, or of the module's own forward where they disagree; and
-    whether they agree: None if all of it is NaN, or if no linear of `ran` was called."""
+    """Return the output, deferred if that agrees with the module's own, and whether it does; None if nothing tells."""
     try:
         with Deferring(checking=True) as forward:
             output = call()

@@ -153,10 +153,8 @@ class Deferring(TorchFunctionMode):
         dtype: torch.dtype | None = None,
         is_view: bool = False,
     ) -> Deferred:
-        """Return a deferred tensor of the form of `like`, or of `shape` and `dtype`.
-
-        Its value is `call` of `args`: of deferred ones as they are now, for a view as they are when it is read.
-        """
+        """Return a deferred tensor of the form of `like`, or of `shape` and `dtype`. Its value is `call` of `args`, of
+        deferred ones as they are now; for a view as they are when it is read."""
         if not is_view:
             args = [argument.note if type(argument) is Deferred else argument for argument in args]
         like = like.note if type(like) is Deferred else like
@@ -168,10 +166,10 @@ class Deferring(TorchFunctionMode):
         if self._comparisons is not None:
             note.kinds = self._comparisons.kinds(call, args, kwargs)
             if not self._comparisons.are_enough_of(note.kinds):
-                note.expect(partial(self._comparisons.add, note.kinds))
+                note.check, note.expected = partial(self._comparisons.add, note.kinds), note.plain()
         self._waiting_notes += 1
         if len(self._notes) >= _MANY:
-            self._notes = list(map(weakref.ref, self._alive()))
+            self._notes = [reference for reference in self._notes if reference() is not None]
         self._notes.append(weakref.ref(note))
         if not self._is_on:
             self._is_on = True
@@ -201,12 +199,7 @@ class Deferring(TorchFunctionMode):
             self._rows[key] = torch.arange(tokens, dtype=torch.int32, device=device) // each
         return self._rows[key]
 
-    def _alive(self) -> list[Note]:
-        return [note for reference in self._notes if (note := reference()) is not None]
-
-    def compare(
-        self, results: Sequence[torch.Tensor], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
+    def compare(self, results: Sequence[torch.Tensor], func: Any, args: Sequence, kwargs: Mapping[str, Any]) -> None:
         """Compare results of a fused op with those of the model's own call, in a forward that compares."""
         if self._comparisons is None:
             return
@@ -222,8 +215,9 @@ class Deferring(TorchFunctionMode):
 
     def finish(self, output: Any) -> Any:
         """Compute all notes that are alive, and return the forward's output in plain tensors."""
-        for note in self._alive():
-            note.value()
+        for note in [reference() for reference in self._notes]:
+            if note is not None:
+                note.value()
         return _plain(valued(output))
 
 

@@ -31,7 +31,7 @@ class Note:
         viewed: whether another shares the memory of this one.
         forward: the one that counts this note as waiting; None once it is computed, gone or released.
         kinds: in a forward that compares, the ids of the call and of the deferred work that it reads.
-        check: compares the operand's value with `expected`, the plain one; None where nothing is compared.
+        check: compares the operand's value with `expected`, the plain one, when it is taken; None where nothing is.
     """
 
     __slots__ = (
@@ -82,17 +82,12 @@ class Note:
         with outside():
             return self._call(*[valued(argument, read) for argument in self._args], **self._kwargs)
 
-    def expect(self, check: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Compute the value as it is now. When the operand is taken, `check` compares its value with that."""
-        self.check, self.expected = check, self._called(Note.plain)
-
     def _is_here(self) -> bool:
         """Whether the current stream is the note's."""
         return not self._stream or self._stream == _current_stream(self.device.index)
 
     def taken(self, *kinds: type) -> Any:
-        """Return the operand for a fused op that takes these kinds. None where the value is to be read: it is computed,
-        it belongs to another stream, or the operand is of another kind."""
+        """Return the operand if it is of these kinds; None if not, if the value is computed, or on another stream."""
         operand = self.operand
         if type(operand) not in kinds or not self._is_here():
             return None
@@ -100,8 +95,7 @@ class Note:
             own = operand.value()
             if own is None:
                 return None
-            expected: Any = self._called(Note.plain) if self.is_view else self.expected
-            self.check(own, expected)
+            self.check(own, self.plain())
         return operand
 
     def release(self) -> None:
@@ -120,8 +114,7 @@ class Note:
     __del__ = _end
 
     def is_in(self, storages: set[int]) -> bool:
-        """Whether the value or an input of the call lies in one of these storages. An input that is a note without a
-        value is asked itself."""
+        """Whether the value or an input lies in one of these storages. Inputs without a value are asked themselves."""
         given = (self.computed, self._args, *(self._kwargs or {}).values(), self.operand)
         return any(storage_of(tensor) in storages for tensor in _leaves(given))
 

@@ -120,8 +120,7 @@ Pairs = Literal["neighbours", "halves"]
 
 
 class Turned(NamedTuple):
-    """Heads of queries or keys at their rotary positions. The next heads at the same positions take it into their
-    launch, or a `cat` of parts of the tokens does."""
+    """Heads at their rotary positions. The next heads at the same positions take it, or a `cat` of parts of tokens."""
 
     heads: torch.Tensor
     freqs: torch.Tensor

@@ -98,8 +98,7 @@ def _view(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _repeat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Handle a repetition of keys and values for the heads of queries, which may be as many."""
     x, *times = args
-    once = not kwargs and len(times) > 1 and all(type(time) is int and time == 1 for time in times)
-    if not once or not is_rows(x) or len(times) != x.ndim:
+    if kwargs or not is_rows(x) or times != [1] * x.ndim:
         return NotImplemented
     return mode.note(x, Copied(x), func, args)
 
@@ -234,8 +233,7 @@ def _reshape(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return _view(mode, func, args, kwargs)
     if x.ndim != 4 or x.stride(2) or x.shape[2] == 1 or not x.shape[1] or x.dtype not in FLOAT_DTYPES or not is_rows(x):
         return NotImplemented
-    shape = tuple(args[1:]) if len(args) > 2 else args[1] if len(args) > 1 else None
     samples, groups, each, width = x.shape
-    if shape is None or isinstance(shape, int) or len(shape) != 3 or shape[0] != samples or shape[2] != width:
-        return NotImplemented
-    return _spread(mode, x[:, :, 0], each) if shape[1] in (-1, groups * each) else NotImplemented
+    shape = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+    fits = tuple(shape) in ((samples, -1, width), (samples, groups * each, width))
+    return _spread(mode, x[:, :, 0], each) if fits else NotImplemented

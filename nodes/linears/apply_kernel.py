@@ -88,15 +88,13 @@ def _outermost(encoder: ModelPatcher, names: Sequence[str]) -> set[str]:
 
 
 def _comfyui_int8(model: ModelPatcher) -> list[str]:
-    """Return the paths of linears that ComfyUI's own loaders hold in INT8. It computes other layers with INT8 weights,
-    such as embeddings, itself."""
+    """Return the paths of linears that ComfyUI's own loaders hold in INT8: no other layers, such as embeddings."""
     forms = {name: weight_form(linear.weight, linear) for name, linear in linears(model).items()}
     return [name for name, form in forms.items() if form is not None and not form.own]
 
 
 def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> ModelPatcher:
-    """Return a clone whose linears of these names run on the fused kernel. Those in floats get its class too, for
-    hooks."""
+    """Return a clone whose linears of these names run fused. Those in floats get the class too, for hooks."""
     fuses = choose_path(model.load_device, kernel).kind == FUSED  # raises where it cannot be
     patched = model.clone()
     # The class of each module is patched: ComfyUI sets it when it loads the MODEL, and the old one with the next MODEL.

@@ -14,15 +14,10 @@ _QUERIES_AND_KEYS = {"q", "k", "query", "key"}  # words in the names of their no
 
 
 def compile_linears(root: torch.nn.Module, kernel: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Start background compilation of everything that a module launches.
+    """Start background compilation of everything that a module launches on a device, with inputs of a dtype.
 
     The kernels that expand stored weights come first, then those of the linears, the largest first, then the fused ops
-    of its blocks.
-
-    Args:
-        kernel: one of kernels.KERNEL_CHOICES.
-        dtype: of the linears' inputs.
-        device: where they compute.
+    of its blocks. `kernel` is one of kernels.KERNEL_CHOICES.
     """
     forms: Counter[LinearForm] = Counter()
     norms: list[tuple[str, int]] = []
@@ -42,18 +37,17 @@ def compile_linears(root: torch.nn.Module, kernel: str, dtype: torch.dtype, devi
         if kind is not None and (runs or (form is None and kind.held is not None)):  # to INT8 a product, or to floats
             expand, arguments = kind.expansion(weight, kind.scale(weight), None)
             expansions.add(expand.called_with(*arguments))
-    compile_ahead(_largest_first(forms), block_form(norms, forms), dtype, device, expansions)
+    largest_first = sorted(forms, key=lambda form: -form.n * form.k)
+    compile_ahead(largest_first, block_form(norms, forms), dtype, device, expansions)
 
 
 def compile_planned(
     tensors: Mapping[str, Any], layers: Iterable[str], kernel: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Start background compilation for a module that is not built yet, whose linears become INT8, stored or for each
-    product.
+    """Start background compilation for a module that is not built yet, whose linears in `layers` (module paths) become
+    INT8, stored or for each product.
 
-    Args:
-        tensors: of a checked file, in the names of ComfyUI's modules. What it names otherwise is compiled in vain.
-        layers: module paths of the linears.
+    `tensors` are those of a checked file, in the names of ComfyUI's modules. Other names are compiled in vain.
     """
     if device.type != "cuda":
         return
@@ -67,17 +61,11 @@ def compile_planned(
         if runs_fused(device, kernel, n, k, native_computes(None, bits)):
             has_bias = f"{layer}.bias" in tensors
             forms[LinearForm(n, k, has_bias, rotation_group=group, activation_bits=bits)] += 1
-    vectors = {name.removesuffix(".weight"): tensor for name, tensor in tensors.items() if tensor.ndim == 1}
-    norms = [
-        (name, vector.numel())
-        for name, vector in vectors.items()
-        if f"{name}.weight" in tensors and f"{name}.bias" not in tensors
-    ]
-    compile_ahead(_largest_first(forms), block_form(norms, forms), dtype, device, ())
-
-
-def _largest_first(forms: Iterable[LinearForm]) -> list[LinearForm]:
-    return sorted(forms, key=lambda form: -form.n * form.k)
+    sizes = {name.removesuffix(".weight"): tensor.numel() for name, tensor in tensors.items() if tensor.ndim == 1}
+    without_bias = [(name, size) for name, size in sizes.items() if f"{name}.bias" not in tensors]
+    norms = [(name, size) for name, size in without_bias if f"{name}.weight" in tensors]
+    largest_first = sorted(forms, key=lambda form: -form.n * form.k)
+    compile_ahead(largest_first, block_form(norms, forms), dtype, device, ())
 
 
 def block_form(norms: Iterable[tuple[str, int]], forms: Counter[LinearForm]) -> BlockForm | None:

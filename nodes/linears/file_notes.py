@@ -45,8 +45,7 @@ def recipe_in(metadata: Mapping[str, str]) -> dict[str, object]:
 
 
 def exact_attention_of(model: ModelPatcher) -> tuple[str, ...]:
-    """Return the blocks of a MODEL whose attention a calibration keeps exact, by path in the diffusion model; none if
-    the entry is no list of names."""
+    """Return the paths of blocks whose attention a calibration keeps exact; none if the entry is no list of names."""
     said = recipe_of(model).get(ATTENTION)
     exact = said.get("exact") if isinstance(said, dict) else None
     return tuple(name for name in exact if isinstance(name, str)) if isinstance(exact, list) else ()
@@ -65,10 +64,8 @@ def notes_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def keep_notes(model: ModelPatcher, notes: Mapping[str, Any], unexpected: Collection[str]) -> None:
-    """Attach a file's notes to its loaded MODEL, for its next file.
-
-    Of the choices of attention only those that this ComfyUI does not know: `unexpected` tensors.
-    """
+    """Attach a file's notes to its loaded MODEL, for its next file; of the choices of attention only `unexpected` ones,
+    which this ComfyUI does not know."""
     unknown = {name: choice for name, choice in notes[_CHOICES_KEY].items() if name in unexpected}
     for key, note in {**notes, _CHOICES_KEY: unknown}.items():
         if note:
@@ -78,8 +75,7 @@ def keep_notes(model: ModelPatcher, notes: Mapping[str, Any], unexpected: Collec
 
 
 def gguf_formats_of(model: ModelPatcher) -> Mapping[str, str]:
-    """Return the GGUF formats that a MODEL's weights have or had, by their names in the diffusion model; none for one
-    of a file in INT8."""
+    """Return the GGUF formats that weights have or had, by their names in the diffusion model; none for INT8 files."""
     return model.get_attachment(_BLOCK_FORMATS_KEY) or {}
 
 

@@ -112,8 +112,7 @@ def _can_be_divided(weight: torch.Tensor) -> bool:
 
 
 def foldable_groups(model: ModelPatcher, quantizable: Collection[str]) -> list[set[str]]:
-    """Return sets of quantizable linears that can share a vector of smoothing factors and have it folded, once the
-    MODEL is quantized."""
+    """Return sets of quantizable linears, each of which can share a vector of smoothing factors that is folded."""
     return [
         {name for name in site.readers if name in quantizable}
         for site in _sites(model)

@@ -22,10 +22,8 @@ from .weight_form import KnownWeight, WeightForm, known_form, known_weight, weig
 
 
 def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
-    """Return the output of a linear with an INT8 weight of this pack, computed as ComfyUI computes its own INT8.
-
-    The weight is unsmoothed, with activations of 8 bits; `input` is floating point [..., K].
-    """
+    """Return the output of a linear with an INT8 weight of this pack, computed as ComfyUI computes its own INT8. The
+    weight is unsmoothed, with activations of 8 bits; `input` is floating point [..., K]."""
     with cast_quantized(layer, input.device, input.dtype, None) as (weight, bias):
         form = weight_form(weight, layer)
         if form is None:  # a patch has made it a float
@@ -109,10 +107,8 @@ class INT8Linear:
         call: LinearCall | None,
         quantize: Callable[[ChannelTransform, int], Quantized | None] | None,
     ) -> torch.Tensor:
-        """Return the product [..., N] with the activated input, in any memory mode. `x` is in floats, or deferred.
-
-        `quantize` returns int8 [rows, K or 2K] of x and a scale per row, or None where x must be read as floats.
-        """
+        """Return the product [..., N] with the activated input, in any memory mode. `x` is in floats, or deferred;
+        `quantize` returns int8 [rows, K or 2K] of it and a scale per row, or None where it must be read as floats."""
         device, dtype, leading, functions = x.device, x.dtype, x.shape[:-1], self.weight_function
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         lora = stored_lora(weight, functions) if functions else None

@@ -43,10 +43,8 @@ class PerChannelINT8Layout(QuantizedLayout):
     def quantize(
         cls, tensor, scale=None, stochastic_rounding=0, inplace_ops=False, *, like
     ) -> tuple[torch.Tensor, "PerChannelINT8Layout.Params"]:
-        """Return a float weight as int8 and parameters, with the transform and the bits of `like`.
-
-        The scale is always computed anew; `stochastic_rounding` is a seed or 0.
-        """
+        """Return a float weight as int8 and parameters, with the transform and bits of `like` and a new scale;
+        `stochastic_rounding` is a seed or 0."""
         transform = like.transform.on(tensor.device)
         q, scale = requantize_weight(tensor, transform, stochastic_rounding or None)
         form = {"scale": scale[:, None], "orig_dtype": tensor.dtype, "orig_shape": tuple(tensor.shape)}
@@ -89,9 +87,8 @@ def int8_weight(
 def int8_weight_of(pieces: Mapping[str, Any], config: dict[str, Any], dtype: torch.dtype) -> QuantizedTensor:
     """Return the weight of a file's INT8 layer, of its tensors and its decoded quant config; `dtype` as above."""
     transform = ChannelTransform(pieces[quant_config.SMOOTH], quant_config.rotation_group(config))
-    return int8_weight(
-        pieces["weight"], pieces[quant_config.SCALE], dtype, transform, quant_config.activation_bits(config)
-    )
+    bits = quant_config.activation_bits(config)
+    return int8_weight(pieces["weight"], pieces[quant_config.SCALE], dtype, transform, bits)
 
 
 def is_int8(weight: Any) -> TypeGuard[QuantizedTensor]:

@@ -34,8 +34,7 @@ def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def root_of(model: ModelPatcher) -> tuple[torch.nn.Module, str]:
-    """Return the module with the linears, a MODEL's diffusion model or all of a CLIP, and ComfyUI's prefix of its
-    parts."""
+    """Return the root of the linears, a MODEL's diffusion model or all of a CLIP, and its prefix in ComfyUI's names."""
     return (model.model, "") if model.is_clip else (model.model.diffusion_model, DIFFUSION_MODEL)
 
 

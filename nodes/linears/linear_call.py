@@ -42,10 +42,8 @@ class LinearCall(NamedTuple):
     unknown: tuple[str, ...] = ()
 
     def activated(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the activated input in floats, as ComfyUI computes it.
-
-        Raises TypeError for unknown arguments and ValueError for an activation that ComfyUI does not know either.
-        """
+        """Return the activated input in floats, as ComfyUI computes it. Raises TypeError for unknown arguments and
+        ValueError for an activation that ComfyUI does not know either."""
         refuse_unknown(self.layer, self.unknown)
         if self.activation is None:
             return x
@@ -124,10 +122,8 @@ def read_linear_call(
 ) -> LinearCall | None:
     """Return the arguments behind a linear's input; None where they ask for the product alone.
 
-    Args:
-        layer: the linear.
-        own: `arguments_of` ComfyUI's own forward, in whose order `args` are.
-        args, kwargs: the arguments. Some of ComfyUI's calls give all of them, None for those they do not use.
+    `args` are in the order of `own`, `arguments_of` ComfyUI's own forward. Some of ComfyUI's calls give all arguments,
+    None for those that they do not use.
     """
     if not args and kwargs.keys() <= _KNOWN and kwargs.get("input_act") is kwargs.get("residual") is None:
         return None  # most calls, of every linear at every step

@@ -112,9 +112,7 @@ def _pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch.Tensor 
 
 def state_dict_for_saving(model: ModelPatcher) -> Tensors:
     """Return the diffusion model's tensors under its own names, with patches, which are applied when they are written.
-
-    Patched weights in codes of 4 or 6 bits, which would lose most of a LoRA, become INT8.
-    """
+    Patched weights in codes of 4 or 6 bits, which would lose most of a LoRA, become INT8."""
     tensors: Tensors = dict(state_dict_of(model))
     for name in possibly_patched(model):
         key = DIFFUSION_MODEL + name

@@ -59,10 +59,8 @@ class _HookedFloats(HookedWeight, torch.nn.Parameter):
 
 
 def put_hooked(linear: Any, weight: torch.Tensor, seed: int | None) -> None:
-    """Replace a linear's weight by a hook's, float [N, K], until ComfyUI takes the hook off.
-
-    It becomes INT8 if the weight is INT8 in products; other quantized weights keep their form. `seed` rounds them.
-    """
+    """Replace a linear's weight by a hook's, float [N, K], until ComfyUI takes the hook off. It becomes INT8 where the
+    weight is INT8 in products, and keeps the form of other quantized ones. `seed` rounds it."""
     held = linear.weight
     form = weight_form(held, linear)
     if form is not None and form.own:
@@ -124,11 +122,8 @@ def _patch_of(
     model: ModelPatcher, key: str, weight: QuantizedTensor, known: dict[str, tuple[object, torch.Tensor]]
 ) -> LowVramPatch:
     """Return the patches of a stored weight, on the device where the MODEL runs: plain LoRAs as one product of factors
-    in its dtype, rotated as the weight is as INT8; else patches as ComfyUI has them.
-
-    `known` caches scales of LoRAs by `key`, each with the MODEL's `patches_uuid`: to find them takes a product as large
-    as the weight.
-    """
+    in its dtype, rotated as the weight is as INT8; else patches as ComfyUI has them. `known` caches scales of LoRAs by
+    `key`, each with the MODEL's `patches_uuid`, since they take a product as large as the weight."""
     patches, device, dtype, form = model.patches[key], model.load_device, weight.dtype, weight_form(weight, None)
     loras = plain_loras(patches, weight.shape)
     if form is None or not loras:

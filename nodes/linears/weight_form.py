@@ -43,10 +43,8 @@ class WeightForm(NamedTuple):
         return InputForm(weight.params.transform, self.unsmoothed[1]) if self.smoothed else self.unsmoothed
 
     def operands(self, weight: Any, lora: StoredLoRA | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a weight of this form as int8 [N, K] and its float32 scale, one value or one per output channel.
-
-        Those of a stored weight are new tensors. `lora` changes it, on the device where it is used.
-        """
+        """Return a weight of this form as int8 [N, K] and its float32 scale, one value or one per output channel. Of a
+        stored weight they are new, and changed by `lora`, which is on the device where it is used."""
         kind = self.kind
         if kind is None:
             scale = weight.params.scale
@@ -58,10 +56,8 @@ class WeightForm(NamedTuple):
 
 
 def weight_form(weight: Any, layer: Any) -> WeightForm | None:
-    """Return the form of a weight that is INT8 or becomes INT8 for each product; None of any other.
-
-    `layer` is its linear, which knows what a quant config of ComfyUI's own formats says of the input.
-    """
+    """Return the form of a weight that is INT8 or becomes INT8 for each product; None of any other. `layer` is its
+    linear, which knows what a quant config of ComfyUI's own formats says of the input."""
     kind, smooth = stored_kind(weight), None
     own = is_int8(weight) or (kind is not None and kind.held is not None)
     if is_int8(weight):
