@@ -55,7 +55,7 @@ class _Site:
 
 
 def _swiglu_block(attention_output: str) -> tuple[_Site, ...]:
-    """Return the sites of Ideogram 4's and Lumina's (Z-Image's) blocks: RMSNorms with a weight, scaled at most."""
+    """Return the sites of Ideogram 4's and Lumina's (Z-Image's) blocks: RMSNorms with a weight, then only scales."""
     return (
         _Site("attention_norm1", ("attention.qkv",)),
         _Site("attention.qkv", (attention_output,), parts=(2,), of=3),
@@ -112,7 +112,7 @@ def _can_be_divided(weight: torch.Tensor) -> bool:
 
 
 def foldable_groups(model: ModelPatcher, quantizable: Collection[str]) -> list[set[str]]:
-    """Return sets of quantizable linears, each of which can share a vector of smoothing factors that is folded."""
+    """Return the sets of quantizable linears that can share smoothing factors and have them folded, once quantized."""
     return [
         {name for name in site.readers if name in quantizable}
         for site in _sites(model)
