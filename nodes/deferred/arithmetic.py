@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ...kernels import Norm
-from . import takers
+from . import consumers
 from .mode import Deferring
 from .notes import MEMORY, Deferred, valued
 from .operands import Activated, Copied, Joined, Normed, Sliced, Spread
@@ -111,7 +111,7 @@ def _add(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
                 return mode.note(x, Normed(operand.x, operand.norm, operand.scale, *shift), func, both)
     for x, y in (both, both[::-1]):
         if type(y) is Deferred and operand_of(y, Normed) is not None:
-            total = takers.residual(valued(x), y)
+            total = consumers.residual(valued(x), y)
             if total is not None:
                 return mode.tracked(total)
     return _spread_plus(mode, func, both)
@@ -145,7 +145,7 @@ def _addcmul(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
         elif is_rows(y) and type(start) in MEMORY and start.shape == y.shape:
             modulation = gate_of(mode, gate, y)
         if modulation is not None:
-            total = takers.residual(start, y, modulation, in_place)
+            total = consumers.residual(start, y, modulation, in_place)
             if total is not None:
                 return mode.tracked(total)
     return NotImplemented
@@ -165,7 +165,7 @@ def _write(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if func is torch.mul or operand_of(other, Normed) is None or other.note.shape != target.shape:
         return NotImplemented
     mode.before_write((target,))
-    total = takers.residual(target, other, in_place=True)
+    total = consumers.residual(target, other, in_place=True)
     return NotImplemented if total is None else mode.tracked(total)
 
 

@@ -8,7 +8,7 @@ import comfy_kitchen  # noqa: F401  # pyright: ignore[reportUnusedImport]  # def
 import torch
 
 from ...kernels import Norm
-from . import takers
+from . import consumers
 from .mode import Deferring
 from .notes import MEMORY, valued
 from .operands import Joined, Normed, Pairs, Turned
@@ -38,7 +38,7 @@ def _rope(pairs: Pairs, normed: bool, mode: Deferring, func: Any, args: Args, kw
         if named.get("rotated"):
             return NotImplemented
         norms = Norm("rms", eps, q_scale), Norm("rms", eps, q_scale if k_scale is None else k_scale)
-    result = takers.rotated(q, k, valued(freqs), pairs, norms)
+    result = consumers.rotated(q, k, valued(freqs), pairs, norms)
     if result is None:
         return NotImplemented
     mode.compare(result, func, args, kwargs)
@@ -54,7 +54,7 @@ def _rope_of_one(pairs: Pairs, mode: Deferring, func: Any, args: Args, kwargs: K
     if waiting is not None and waiting.operand is not None:
         turned = waiting.operand
         if turned.freqs is freqs and turned.pairs == pairs and waiting.shape[:1] == x.shape[:1]:
-            both = takers.rotated(turned.heads, x, freqs, pairs)
+            both = consumers.rotated(turned.heads, x, freqs, pairs)
             if both is not None:
                 if waiting.check is not None:
                     waiting.check(both[0], waiting.plain())

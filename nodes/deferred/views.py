@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ...kernels import FLOAT_DTYPES
-from . import takers
+from . import consumers
 from .mode import TRACKED, Deferring
 from .notes import MEMORY, Deferred, called_on_values
 from .operands import Activated, Copied, Joined, Normed, Sliced, Spread, Turned
@@ -123,7 +123,7 @@ def _cat(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
     axis %= ndim
     turned: list[Any] = [operand_of(part, Turned) for part in parts]
     if axis == 1 and None not in turned:
-        whole = takers.turned_parts(turned)
+        whole = consumers.turned_parts(turned)
         if whole is None:
             return NotImplemented
         mode.compare([whole], func, args, kwargs)
@@ -152,7 +152,7 @@ def _cat_of_heads(mode: Deferring, parts: Any, axis: int) -> Any:
     shape = list(first.shape)
     shape[axis] = sum(sizes)
     by_tokens = axis == 2 and first.stride(1) < first.stride(2)  # as in the linears' outputs
-    order = takers.HEADS_BY_TOKENS if by_tokens else (0, 1, 2, 3)
+    order = consumers.HEADS_BY_TOKENS if by_tokens else (0, 1, 2, 3)
     joined = torch.empty_permuted(shape, order, dtype=first.dtype, device=first.device)
     for place, part in zip(joined.split(sizes, axis), parts, strict=True):
         place.copy_(part)

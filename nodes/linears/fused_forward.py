@@ -14,7 +14,7 @@ from ...kernels import ChannelTransform, Quantized, int8_gemm, int8_linear, requ
 from ..comfyui.layers import cast_quantized
 from ..comfyui.patcher import key_of
 from ..comfyui.quantized import stored
-from ..deferred import takers
+from ..deferred import consumers
 from ..deferred.notes import Deferred, outside, tracking, valued
 from .linear_call import LinearCall, read_linear_call
 from .plain_loras import add_lora, each_once, loras_of, stored_lora
@@ -73,7 +73,7 @@ class INT8Linear:
         call = read_linear_call(self, self.own_arguments, valued(args), valued(kwargs)) if args or kwargs else None
         quantize = None
         if type(x) is Deferred and (call is None or (call.activation is None and not call.unknown)):
-            quantize = functools.partial(takers.linear, self, x)
+            quantize = functools.partial(consumers.linear, self, x)
         elif call is not None:
             x = valued(x)
             # A compiler fuses separate passes by itself.

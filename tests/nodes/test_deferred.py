@@ -43,9 +43,9 @@ def block(pack):
 @pytest.fixture(scope="session")
 def deferral(pack):
     """The pack's own modules of it."""
-    from int8_dit.nodes.deferred import install, mode, notes, operands, takers
+    from int8_dit.nodes.deferred import consumers, install, mode, notes, operands
 
-    return SimpleNamespace(install=install, mode=mode, notes=notes, operands=operands, takers=takers)
+    return SimpleNamespace(install=install, mode=mode, notes=notes, operands=operands, consumers=consumers)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def made(deferral, monkeypatch):
 
 @pytest.fixture
 def took(deferral, monkeypatch):
-    """How often each taker took something."""
+    """How often each consumer took something."""
     counts = Counter()
 
     def counting(name, own):
@@ -71,7 +71,7 @@ def took(deferral, monkeypatch):
 
     monkeypatch.setattr(deferral.mode, "LEAST_ROWS", 2)
     for name in ("linear", "residual", "rotated"):
-        monkeypatch.setattr(deferral.takers, name, counting(name, getattr(deferral.takers, name)))
+        monkeypatch.setattr(deferral.consumers, name, counting(name, getattr(deferral.consumers, name)))
     return counts
 
 
@@ -394,9 +394,9 @@ def test_checking_takes_no_write_for_a_defect(block, deferral, write):
     assert alike(mode.finish(output), expected, ROUNDED) and mode.agreed() is True
 
 
-@pytest.mark.parametrize(("taker", "fails"), (("rotated", False), ("rotated", True), ("gated_residual", True)))
-def test_a_model_with_a_defect_runs_as_its_own(block, deferral, monkeypatch, taker, fails):
-    fused, warned = getattr(deferral.takers, taker), []
+@pytest.mark.parametrize(("consumer", "fails"), (("rotated", False), ("rotated", True), ("gated_residual", True)))
+def test_a_model_with_a_defect_runs_as_its_own(block, deferral, monkeypatch, consumer, fails):
+    fused, warned = getattr(deferral.consumers, consumer), []
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -415,7 +415,7 @@ def test_a_model_with_a_defect_runs_as_its_own(block, deferral, monkeypatch, tak
         return [1.05 * t for t in fused(*args)]
 
     model, x = deferral.install.deferring_class(Model)(), forwards.randn(2, 12, 64)
-    monkeypatch.setattr(deferral.takers, taker, defective)
+    monkeypatch.setattr(deferral.consumers, consumer, defective)
     monkeypatch.setattr(deferral.install.notices, "warn", lambda *said: warned.append(said))
     with torch.no_grad():
         outputs, own = [model(x) for _ in range(3)], Model.forward(model, x)
@@ -479,7 +479,7 @@ def test_each_architecture(small, deferral, took, of_today, name, kind):
     # Today's linears are given some of the work before them.
     least = (kind != "protected", 0, 0) if of_today or kind != "plain" else TAKEN.get(name, (1, 0, 0))
     # Each is taken deferred, and beside a comparison again.
-    counts = [took[taker] // 2 for taker in ("linear", "residual", "rotated")]
+    counts = [took[consumer] // 2 for consumer in ("linear", "residual", "rotated")]
     assert all(map(operator.ge, counts, least)), counts
 
 
@@ -553,8 +553,8 @@ def kitchen_rope(heads, freqs):
 
 
 def test_parts_at_positions_of_their_own_are_one_pass_each(block, deferral, monkeypatch):
-    calls, fused = [], deferral.takers.norm_rope
-    monkeypatch.setattr(deferral.takers, "norm_rope", lambda *args: calls.append(args) or fused(*args))
+    calls, fused = [], deferral.consumers.norm_rope
+    monkeypatch.setattr(deferral.consumers, "norm_rope", lambda *args: calls.append(args) or fused(*args))
     with torch.no_grad(), deferral.mode.Deferring():
         forwards.turned_parts(block.renewed(), forwards.randn(2, 12, 64))
     assert len(calls) == 2 and all(call[2] is not None for call in calls)  # no half of heads has a norm over all

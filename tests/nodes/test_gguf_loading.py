@@ -252,11 +252,11 @@ def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
 
 @pytest.mark.parametrize("partially", (False, True))
 def test_blocks_run_fused_with_a_lora(dit, files, tmp_path, monkeypatch, partially):
-    from int8_dit.nodes.deferred import takers
+    from int8_dit.nodes.deferred import consumers
     from support import adapters, small_models
 
-    taken, take = [], takers.linear
-    monkeypatch.setattr(takers, "linear", lambda *args: taken.append(take(*args)) or taken[-1])
+    taken, take = [], consumers.linear
+    monkeypatch.setattr(consumers, "linear", lambda *args: taken.append(take(*args)) or taken[-1])
     monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
     source = small_models.ideogram4(monkeypatch)
     tensors = source.model.diffusion_model.state_dict()
