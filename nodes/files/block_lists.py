@@ -1,6 +1,7 @@
 """The lists of blocks in a file, by the names of its tensors. ComfyUI counts them up to the first that is not there."""
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
 import comfy.model_detection
@@ -13,23 +14,28 @@ _LEAST_OF_A_BLOCK = 4  # tensors. The linears between activations have two, and 
 
 
 def block_of(name: str) -> tuple[str, int, str] | None:
-    """What stands before the number of the first block that a tensor is of, that number, and what stands behind it."""
+    """Return the number of the first block that a tensor is of, between what stands before and behind it."""
     match = _BLOCK.fullmatch(name)
     return None if match is None else (match[1], int(match[2]), match[3])
 
 
+def lists_in(names: Iterable[str]) -> dict[str, Counter[int]]:
+    """Return the numbers of tensors in each block, by the number of the block, by what stands before it in names."""
+    lists: dict[str, Counter[int]] = defaultdict(Counter)
+    for before, number, _ in filter(None, map(block_of, names)):
+        lists[before][number] += 1
+    return lists
+
+
 def check_lists(unused: Iterable[str], names: Collection[str]) -> None:
-    """Raise ValueError for a list of blocks that lacks one before its last, among the `names` of a file's tensors.
-    Looked at are the lists of those that are `unused`, of which ComfyUI makes nothing."""
-    befores = {block[0] for block in map(block_of, unused) if block}
-    lists: dict[str, dict[int, int]] = {}  # how many tensors each block of a list has
-    for block in map(block_of, names):
-        if block and block[0] in befores:
-            blocks = lists.setdefault(block[0], {})
-            blocks[block[1]] = blocks.get(block[1], 0) + 1
-    for before, blocks in lists.items():
+    """Raise ValueError for a list that lacks a block before its last, among the `names` of a file's tensors.
+
+    Looked at are the lists of those that are `unused`, of which ComfyUI makes nothing.
+    """
+    suspects = lists_in(unused)
+    for before, blocks in lists_in(names).items():
         absent = next(number for number in range(len(blocks) + 1) if number not in blocks)
-        if absent < len(blocks) and max(blocks.values()) >= _LEAST_OF_A_BLOCK:
+        if before in suspects and absent < len(blocks) and max(blocks.values()) >= _LEAST_OF_A_BLOCK:
             raise ValueError(f"{before}{absent} is missing, but {before}{max(blocks)} is there; {AGAIN}")
 
 

@@ -1,14 +1,13 @@
 """Weights in forms of files, as layouts of ComfyUI's QuantizedTensor: GGUF's blocks, and codes of 4 or 6 bits (W4A8,
 W6A8). They become INT8 in front of each product: STORED_KINDS is a table with an entry for each kind.
 
-A tensor has the shape of the weight, so that ComfyUI recognises a model by it. What ComfyUI does to it that no layout
-knows gives the floats that it stands for. Nothing is quantized by a layout here: no patch is written back into such a
-weight.
+A tensor has the weight's shape, by which ComfyUI recognises a model. What no layout knows to do with it is done with
+the floats that it stands for. No layout here quantizes: no patch is written back into such a weight.
 
-A layer in codes of name X is `X.weight` (int8, the codes), `X.weight_s_rel` (a scale a group), `X.weight_s_channel`
-(float32 [N]), perhaps `X.weight_codebook` (float32 [16]) and a quant config. It stands for an INT8 weight that is
-always rotated (ConvRot). Newer ComfyUI has a layout of its own for it, whose parameters have the same names. This one
-is there in every version, and keeps the quant config.
+A layer X in codes is `X.weight` (int8, the codes), `X.weight_s_rel` (a scale a group), `X.weight_s_channel` (float32
+[N]), perhaps `X.weight_codebook` (float32 [16]) and a quant config. It stands for an INT8 weight that is always rotated
+(ConvRot). Newer ComfyUI has a layout with the same parameters; this one exists in every version, and keeps the quant
+config.
 """
 
 import json
@@ -48,8 +47,8 @@ from .reading.gguf_package import decode_gguf
 
 GGUF_LAYOUT, GROUPED_LAYOUT = "GGUFBlocksLayout", "GroupedCodesLayout"
 CAN_STAY_IN_GGUF = os.name != "nt"
-"""Whether a GGUF file is mapped so that it can be written to, and nothing reaches it. Else ComfyUI can neither pin the
-memory of a weight there, as it does with those that it streams, nor put a patched one back."""
+"""Whether a GGUF file is mapped copy-on-write. Else ComfyUI can neither pin a weight's memory there, to stream it, nor
+put a patched one back."""
 _NO_SCALES = torch.empty((0, 1), dtype=torch.float32)
 
 
@@ -117,20 +116,19 @@ def is_grouped(weight: Any) -> TypeGuard[QuantizedTensor]:
 
 
 def holdable(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a GGUF file as a MODEL can hold it: in the file, or in memory of its own."""
+    """Return a tensor of a GGUF file as a MODEL can hold it: in the file, or in memory of its own."""
     return tensor if CAN_STAY_IN_GGUF else tensor.clone()
 
 
 def read_gguf_weight(blocks: torch.Tensor, gguf_format: str, shape: tuple[int, int]) -> QuantizedTensor:
-    """A weight of this shape [N, K] as it was read: uint8 blocks [N, bytes of a row] of a format of GGUF_FORMATS, or of
-    one that only the package gguf decodes."""
+    """Return a weight [N, K] as it was read: uint8 blocks [N, bytes of a row] of any format that gguf decodes."""
     form = GGUFLayout.Params(_NO_SCALES, torch.float32, shape, gguf_format)
     return QuantizedTensor(blocks, GGUF_LAYOUT, form)
 
 
 def plain_floats(weight: QuantizedTensor) -> torch.Tensor:
-    """The floats of a weight in GGUF's blocks as it was read, float32, by plain PyTorch: for a few weights, and a
-    format each, no kernel need be compiled."""
+    """Return the float32 of a weight in GGUF's blocks as it was read, by plain PyTorch: a few weights are not worth a
+    compiled kernel."""
     form = weight.params
     if form.gguf_format in GGUF_FORMATS:
         return dequantize_gguf.reference(stored(weight), form.gguf_format, form.orig_dtype)
@@ -138,10 +136,9 @@ def plain_floats(weight: QuantizedTensor) -> torch.Tensor:
 
 
 def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, device: torch.device) -> HeldWeight:
-    """A weight that was read, as a linear of floats of `dtype` holds it.
+    """Return a weight that was read as a linear of floats of `dtype` holds it, to be multiplied in INT8 or in floats.
 
-    Its product is INT8's, or else that of the floats that its blocks stand for. Scales are found on `device`. Raises
-    ValueError where a row holds a NaN or Inf.
+    Scales are found on `device`. Raises ValueError where a row holds a NaN or Inf.
     """
     blocks, form = stored(weight), replace(weight.params, orig_dtype=dtype)
     scales = gguf_channel_scales.at_once(to_device(blocks, device), form.gguf_format)
@@ -152,7 +149,7 @@ def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, d
 
 
 def coded_weight(codes: GroupedCodes, scale: torch.Tensor, rotation_group: int, dtype: torch.dtype) -> QuantizedTensor:
-    """Codes of 4 bits and the scale [N] of the INT8 weight that they stand for, in floats of `dtype` to ComfyUI."""
+    """Return a weight of codes of 4 bits and the scale [N] of their INT8 weight, in floats of `dtype` to ComfyUI."""
     config = {"format": quant_config.GROUPED_FORMATS[0], "group_size": codes.group, "convrot_groupsize": rotation_group}
     return HeldWeight(codes.codes, GROUPED_LAYOUT, _form(codes, scale, dtype, config))
 
@@ -164,47 +161,45 @@ def _form(codes: GroupedCodes, scale: torch.Tensor, dtype: torch.dtype, config: 
 
 
 def grouped_codes(weight: QuantizedTensor) -> GroupedCodes:
-    """The codes of such a weight, in this layout or in ComfyUI's own."""
+    """Return the codes of such a weight, in this layout or in ComfyUI's own."""
     form = weight.params
     return GroupedCodes(stored(weight), form.scale, form.codebook, form.group_size)
 
 
 def channel_scale(weight: QuantizedTensor) -> torch.Tensor:
-    """float32 [N, 1], of the INT8 weight that they stand for."""
+    """Return the scale float32 [N, 1] of the INT8 weight that codes stand for."""
     return weight.params.s_channel.view(-1, 1)
 
 
 def held_codes(weight: QuantizedTensor, dtype: torch.dtype) -> HeldWeight:
-    """A weight that was read, as a linear of floats of `dtype` holds it; its codes stay in the file."""
+    """Return a weight that was read as a linear of floats of `dtype` holds it; its codes stay in the file."""
     return HeldWeight(stored(weight), GROUPED_LAYOUT, replace(weight.params, orig_dtype=dtype))
 
 
 def quant_config_in(weight: QuantizedTensor) -> dict[str, Any]:
-    """The quant config that it had in its file."""
+    """Return the quant config that it had in its file."""
     return json.loads(weight.params.config)
 
 
 def codes_in(parts: Mapping[str, torch.Tensor], config: dict[str, Any]) -> GroupedCodes:
-    """The codes of a layer of a file, by the ends of its tensors' names and its decoded quant config. Raises ValueError
-    for options that are no numbers."""
+    """Return the codes of a file's layer, by the ends of its tensors' names and its decoded quant config. Raises
+    ValueError for options that are no numbers."""
     scale, group = parts[quant_config.GROUP_SCALE], quant_config.group_size(config, "group_size", 16)
     scale = scale.view(torch.float8_e4m3fn) if scale.dtype == torch.uint8 else scale
     return GroupedCodes(parts["weight"], scale, parts.get(quant_config.CODEBOOK), group)
 
 
 def with_joined_codes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a checked file with each layer in codes as one weight, without a quant config: that is in the
-    weight."""
+    """Return the tensors of a checked file with each layer in codes as one weight, which has its quant config."""
     together = dict(tensors)
     for layer, config in quant_config.configs_in(tensors).items():
-        if config.get("format") not in quant_config.GROUPED_FORMATS:
-            continue
-        del together[f"{layer}.{quant_config.QUANT_CONFIG}"]
-        names = ("weight", quant_config.GROUP_SCALE, quant_config.CHANNEL_SCALE, quant_config.CODEBOOK)
-        parts = {name: together.pop(f"{layer}.{name}") for name in names if f"{layer}.{name}" in together}
-        codes = codes_in(parts, config)
-        form = _form(codes, parts[quant_config.CHANNEL_SCALE], torch.float32, config)
-        together[f"{layer}.weight"] = QuantizedTensor(codes.codes, GROUPED_LAYOUT, form)
+        if config.get("format") in quant_config.GROUPED_FORMATS:
+            names = ("weight", quant_config.GROUP_SCALE, quant_config.CHANNEL_SCALE, quant_config.CODEBOOK)
+            parts: dict[str, Any] = {name: together.pop(f"{layer}.{name}", None) for name in names}
+            codes = codes_in(parts, config)
+            form = _form(codes, parts[quant_config.CHANNEL_SCALE], torch.float32, config)
+            together[f"{layer}.weight"] = QuantizedTensor(codes.codes, GROUPED_LAYOUT, form)
+            del together[f"{layer}.{quant_config.QUANT_CONFIG}"]
     return together
 
 
@@ -219,9 +214,9 @@ class StoredKind:
         activation_bits: to how many bits its input is rounded.
         expansion: (weight, scale, what is added) -> the operator that makes int8 [N, K] of it, and its arguments.
             Without anything added the scale is its own. With no scale it makes the floats of a weight that has none.
-        held: (weight that was read, dtype of the linear, whether it is to become INT8, device for what there is to
-            compute) -> the weight that a linear holds, where it was read; raises ValueError for one that has no finite
-            scale. None for a layout of ComfyUI's, which its own loaders hold.
+        held: (weight that was read, dtype of the linear, whether it becomes INT8, device to compute on) -> the weight
+            that a linear holds, or ValueError where its scale is not finite. None for a layout of ComfyUI's, which its
+            own loaders hold.
     """
 
     name: Callable[[QuantizedTensor], str]
@@ -265,13 +260,12 @@ STORED_KINDS: dict[str, StoredKind] = {
     ),
 }
 
-
 HELD_LAYOUTS = tuple(layout for layout, kind in STORED_KINDS.items() if kind.held is not None)
 """Those of this pack."""
 
 
 def stored_kind(weight: Any) -> StoredKind | None:
-    """The kind of a weight that becomes INT8 for a product, whoever loaded it; None for any other tensor."""
+    """Return the kind of a weight that becomes INT8 for a product, whoever loaded it; None for any other tensor."""
     return STORED_KINDS.get(layout_of(weight)) if isinstance(weight, QuantizedTensor) else None
 
 
@@ -282,5 +276,5 @@ def is_stored(weight: Any) -> bool:
 
 
 def can_stay(weight: Any) -> bool:
-    """Whether a tensor is a weight in a form that a kernel reads, so that it can stay in it while a MODEL runs."""
+    """Whether a kernel reads the form of a weight, so that it can stay in it while a MODEL runs."""
     return is_grouped(weight) or (is_gguf(weight) and weight.params.gguf_format in GGUF_FORMATS)

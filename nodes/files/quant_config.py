@@ -1,15 +1,13 @@
-"""How an INT8 layer is marked in a file: the JSON that ComfyUI keeps per layer under `X.comfy_quant`.
+"""Quant configs: the JSON that files keep of each quantized layer X, as bytes under `X.comfy_quant`.
 
-A layer of name X is `X.weight` (int8 [N, K]), `X.weight_scale` (float32) and `X.comfy_quant` (the bytes of the JSON). A
-layer that nothing has to be divided for carries ComfyUI's own format name, so stock loaders run it. A layer with
-smoothing factors `X.weight_smooth` (float32 [K]) would come out wrong where they are unknown: it carries a name of its
-own, which stock loaders refuse. So does a layer that needs activations of 16 bits; its quant config says whether it has
-factors (`smoothed`), so that lost ones are missed. Stock ComfyUI prints such a name and nothing else, so the name says
-what to do.
+An INT8 layer is `X.weight` (int8 [N, K]), `X.weight_scale` (float32) and the quant config. One whose input is not
+divided has ComfyUI's own format name, so stock loaders run it. With smoothing factors `X.weight_smooth` (float32 [K])
+it would come out wrong where they are unknown: its format has another name, which stock loaders refuse. So has that
+of a layer with activations of 16 bits, which says in `smoothed` whether it has factors: lost ones are missed. Stock
+ComfyUI prints such a name and nothing else, so the name says what to do.
 
-A native layer that is marked `full_precision_matrix_mult` needs 16 bits too, and says so in ComfyUI's own words. W4A8
-and W6A8 (holding.py) are ComfyUI's formats of an INT8 weight in 4 or 6 bits. What else a quant config says is
-kept.
+A native layer with `full_precision_matrix_mult` needs 16 bits too, in ComfyUI's own words. W4A8 and W6A8 (holding.py)
+are ComfyUI's formats of an INT8 weight in 4 or 6 bits. What else a quant config says is kept.
 """
 
 import json
@@ -36,11 +34,7 @@ SMOOTHED = "smoothed"
 GROUP_SCALE, CHANNEL_SCALE, CODEBOOK = "weight_s_rel", "weight_s_channel", "weight_codebook"
 FLOAT32_PARTS = (SCALE, SMOOTH, CHANNEL_SCALE, CODEBOOK)
 FULL_PRECISION = "full_precision_matrix_mult"
-# What the pack itself says of an INT8 layer, and of one in codes.
-_SAID = {"format", "convrot", "convrot_groupsize", SMOOTHED}
-_SAID_OF_CODES = {*_SAID, "group_size"}
-
-_SEEN = {"per_row"}  # whether there is a scale for each row of the weight
+_SAID = {"format", "convrot", "convrot_groupsize", SMOOTHED}  # by this pack, of an INT8 layer
 
 MOST_BYTES = 4096  # quant configs have up to about 150
 _METADATA = "int8_dit_marks"
@@ -48,26 +42,25 @@ MOST_METADATA = 1 << 22  # characters; a thousand layers have about 100,000
 
 
 def format_name(transform: ChannelTransform, activation_bits: int, others: Mapping[str, Any] = {}) -> str:
-    """The format that an INT8 layer is marked with; `others` are the `other_options` of its quant config."""
+    """Return the format name of an INT8 layer; `others` are the `other_options` of its quant config."""
     if activation_bits == 16 and not (transform.smooth is None and others.get(FULL_PRECISION)):
         return ACT16_FORMAT
     return NATIVE_FORMAT if transform.smooth is None else SMOOTHED_FORMAT
 
 
 def activation_bits(config: dict) -> int:
-    """The bits of a layer's activations by its decoded quant config; 8 for a layer that is not INT8."""
+    """Return the bits of a layer's activations by its decoded quant config; 8 for a layer that is not INT8."""
     if config.get("format") not in (*INT8_FORMATS, *GROUPED_FORMATS):
         return 8
     return 16 if config["format"] == ACT16_FORMAT or config.get(FULL_PRECISION) else 8
 
 
 def other_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a decoded quant config says beside all that the pack says of an INT8 layer: to be said again when it is
-    saved."""
-    said = _SAID_OF_CODES if config.get("format") in GROUPED_FORMATS else _SAID
+    """Return what the pack itself does not say of an INT8 layer, from a decoded quant config, to save it again."""
+    said = {*_SAID, "group_size"} if config.get("format") in GROUPED_FORMATS else _SAID
     others = {key: value for key, value in config.items() if key not in said}
-    if isinstance(others.get("params"), dict):
-        others["params"] = {key: value for key, value in others["params"].items() if key not in said}
+    if isinstance(nested := others.get("params"), dict):
+        others["params"] = {key: value for key, value in nested.items() if key not in said}
         if not others["params"]:
             del others["params"]
     return others
@@ -76,7 +69,7 @@ def other_options(config: Mapping[str, Any]) -> dict[str, Any]:
 def encode_config(
     transform: ChannelTransform = UNCHANGED, activation_bits: int = 8, others: Mapping[str, Any] = {}
 ) -> torch.Tensor:
-    """The quant config of an INT8 layer as uint8 bytes; `others` are the `other_options` of the one that it had."""
+    """Return the quant config of an INT8 layer as bytes; `others` are the `other_options` of the one that it had."""
     config: dict[str, object] = {"format": format_name(transform, activation_bits, others)}
     if config["format"] == ACT16_FORMAT and transform.smooth is not None:
         config[SMOOTHED] = True
@@ -86,61 +79,48 @@ def encode_config(
 
 
 def encoded(config: Mapping[str, Any]) -> torch.Tensor:
-    """A quant config as uint8 bytes."""
+    """Return a quant config as uint8 bytes."""
     return torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
 
 
 def decode_config(config: torch.Tensor) -> dict:
-    """The JSON object of a quant config, its format by its present name. Raises ValueError where it is none."""
+    """Return the JSON object of a quant config `as_written_here`. Raises ValueError where it is none."""
     if config.dtype != torch.uint8 or config.ndim != 1:
         raise ValueError(f"not the bytes of a JSON object (it is {config.dtype} of shape {tuple(config.shape)})")
     if config.numel() > MOST_BYTES:  # before they are copied
         raise ValueError(f"not a mark: it has {config.numel()} bytes, and at most {MOST_BYTES} are expected")
-    return with_present_name(json_object(config.cpu().numpy().tobytes(), MOST_BYTES))
+    return as_written_here(json_object(config.cpu().numpy().tobytes(), MOST_BYTES))
 
 
-def with_present_name(config: dict) -> dict:
-    """A decoded quant config with the format's present name where it has an earlier one, and options as this pack
-    writes them where others write the same otherwise."""
-    name, nested = config.get("format"), config.get("params")
-    config = {option: _READ.get(option, lambda said: said)(said) for option, said in config.items()}
-    if isinstance(nested, dict):
-        config["params"] = {option: _READ.get(option, lambda said: said)(said) for option, said in nested.items()}
+def as_written_here(config: dict) -> dict:
+    """Return a decoded quant config with the format's present name, and options of others in this pack's spelling."""
+    config = _options_as_written_here(config)
+    if isinstance(name := config.get("format"), str):
+        config["format"] = _EARLIER_NAMES.get(name, name)
+    if isinstance(nested := config.get("params"), dict):
+        config["params"] = _options_as_written_here(nested)
     if config.get(FULL_PRECISION, False) is None:
         del config[FULL_PRECISION]
-    return {**config, "format": _EARLIER_NAMES[name]} if isinstance(name, str) and name in _EARLIER_NAMES else config
+    return config
 
 
-def _as_bool(said: Any) -> Any:
-    return bool(said) if type(said) is int and said in (0, 1) else said
-
-
-def _as_number(said: Any) -> Any:
-    return int(said) if isinstance(said, str) and said.isascii() and said.isdecimal() else said
-
-
-_READ = {"convrot": _as_bool, "convrot_groupsize": _as_number}
-
-
-def computed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a decoded quant config says of the result: all but what can be seen in the layer's tensors anyway."""
-    return {option: said for option, said in config.items() if option not in _SEEN and said is not None}
-
-
-def of_layer(state_dict: Mapping[str, Any], prefix: str) -> dict:
-    """The decoded quant config of a layer whose tensors' names begin with `prefix`; empty where it has none."""
-    config = state_dict.get(f"{prefix}{QUANT_CONFIG}")
-    return {} if config is None else decode_config(config)
+def _options_as_written_here(options: dict) -> dict:
+    options = dict(options)
+    if type(rotated := options.get("convrot")) is int and rotated in (0, 1):
+        options["convrot"] = bool(rotated)
+    if isinstance(size := options.get("convrot_groupsize"), str) and size.isascii() and size.isdecimal():
+        options["convrot_groupsize"] = int(size)
+    return options
 
 
 def marked_layers(tensors: Iterable[str]) -> list[str]:
-    """The layers that have a quant config, by the names of a state dict's tensors."""
+    """Return the layers that have a quant config, by the names of a state dict's tensors."""
     suffix = f".{QUANT_CONFIG}"
     return [key.removesuffix(suffix) for key in tensors if key.endswith(suffix)]
 
 
 def configs_in(tensors: Mapping[str, Any]) -> dict[str, dict]:
-    """The decoded quant configs of a state dict, by layer. Raises ValueError naming one that is none."""
+    """Return the decoded quant configs of a state dict, by layer. Raises ValueError naming one that is none."""
     configs = {}
     for layer in marked_layers(tensors):
         try:
@@ -151,16 +131,13 @@ def configs_in(tensors: Mapping[str, Any]) -> dict[str, dict]:
 
 
 def configured_layers(tensors: Mapping[str, Any], format: str) -> list[str]:
-    """The layers of a state dict whose quant config names this format."""
+    """Return the layers of a state dict whose quant config names this format."""
     return [layer for layer, config in configs_in(tensors).items() if config.get("format") == format]
 
 
 def rotation_group(config: dict) -> int | None:
-    """Channels per Hadamard group of a decoded quant config, or None. Older files keep the options under "params".
-
-    Raises ValueError for options that do not say it clearly.
-    """
-    options = quant_config_options(config)
+    """Return channels per Hadamard group, or None. Raises ValueError for options that do not say it clearly."""
+    options = _options(config)
     rotated = options.get("convrot")
     if rotated is None and "convrot_groupsize" in options:
         raise ValueError("its mark names a convrot_groupsize and not whether it is rotated (convrot)")
@@ -169,39 +146,36 @@ def rotation_group(config: dict) -> int | None:
     return group_size(config) if rotated else None
 
 
-def quant_config_options(config: dict) -> dict:
-    """The options of a decoded quant config; older files keep them under "params"."""
-    nested = config.get("params")
-    return {**(nested if isinstance(nested, dict) else {}), **config}
+def _options(config: dict) -> dict:
+    nested = config.get("params")  # where older files keep them
+    return {**nested, **config} if isinstance(nested, dict) else config
 
 
 def group_size(config: dict, name: str = "convrot_groupsize", default: int = 256) -> int:
-    """The rotation group that a quant config names, or what else it names in channels. Raises ValueError where it is no
-    whole number."""
-    number = quant_config_options(config).get(name, default)
+    """Return a size in channels that a decoded quant config names. Raises ValueError where it is no whole number."""
+    number = _options(config).get(name, default)
     if type(number) is not int:
         raise ValueError(f"its mark has {name} = {number!r}, which is no whole number")
     return number
 
 
 def as_metadata(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata entry for a state dict that is about to be written: its layers' quant configs, by name.
+    """Return the metadata entry of a state dict that is about to be written: the quant configs of all its layers.
 
-    A quant config that lost its rotation still is one: files in which some layers are rotated and others are not are as
-    legitimate as those in which all are. So a file says at its end what each layer was when it was written.
+    A quant config that lost its rotation is still a legitimate one, since a file may rotate some layers and not others.
     """
     return {_METADATA: json.dumps(configs_in(tensors))}
 
 
 def check_as_written(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Raise ValueError naming the first quant config that is not what the file's own metadata, if any, says of it."""
+    """Raise ValueError naming the first quant config that differs from what the file's own metadata, if any, say."""
     if _METADATA not in metadata:
         return
     try:
         written = json_object(metadata[_METADATA], MOST_METADATA)
     except ValueError as error:
         raise ValueError(f"the metadata entry {_METADATA} is {error}; it was damaged after it was saved") from error
-    written = {k: with_present_name(v) if isinstance(v, dict) else v for k, v in written.items()}
+    written = {k: as_written_here(v) if isinstance(v, dict) else v for k, v in written.items()}
     configs = configs_in(tensors)
     for layer in sorted({*written, *configs}):
         both = configs.get(layer), written.get(layer)

@@ -18,15 +18,12 @@ from .importers import BRANCHES, IMPORTERS, Checkpoint
 from .kinds import kind_of_bytes, kind_of_tensors
 from .layer_checks import check_layers
 
-_BEGINNING = 64  # bytes that tell a kind of file
-
 
 def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Checkpoint] | None = None) -> Checkpoint:
-    """A diffusion model file with plain module names, a quant config on every quantized layer, and its architecture.
+    """Return a diffusion model file with plain module names, a quant config on every quantized layer, its architecture.
 
-    `branch` and `base` are Checkpoint's, for files that hold two models or a part of one.
-
-    Raises ValueError naming the file, and the tensor where there is one, for anything that cannot be loaded.
+    `branch` and `base` are Checkpoint's, for files that hold two models or a part of one. Raises ValueError naming the
+    file, and the tensor where there is one, for anything that cannot be loaded.
     """
     name = os.path.basename(path)
     with naming_file(name):
@@ -51,7 +48,7 @@ def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Che
 
 def _read(path: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
     with open(path, "rb") as file:
-        beginning = file.read(_BEGINNING)
+        beginning = file.read(64)  # which tells a kind
     if beginning.startswith(MAGIC):
         return read_gguf(path)
     kind = kind_of_bytes(beginning)

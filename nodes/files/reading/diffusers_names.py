@@ -20,8 +20,8 @@ from ..holding import channel_scale, grouped_codes, is_gguf, is_grouped, quant_c
 def with_native_names(
     tensors: dict[str, torch.Tensor], metadata: dict[str, str]
 ) -> tuple[dict[str, torch.Tensor], Any]:
-    """The tensors of a diffusion transformer that has diffusers' names under ComfyUI's own; of anything else, as they
-    are. And the class of models that ComfyUI takes them for, also a UNet under the names of diffusers, or None.
+    """Return the tensors, those of a diffusion transformer under ComfyUI's own names; and the class of models that
+    ComfyUI takes them for, also of a UNet under the names of diffusers, or None.
 
     Rows of GGUF's blocks that come together in one tensor stay blocks where all are in one format; else they become
     float32. Raises ValueError naming a layer whose quantization cannot follow, or of which a part is missing.
@@ -71,13 +71,12 @@ def with_native_names(
 
 
 def _origins(sizes: dict[str, int]) -> dict[str, torch.Tensor] | None:
-    """Which rows make each tensor under ComfyUI's own names, in the order of tensors of so many rows; None where it
-    renames nothing.
+    """Return the rows that make each tensor under ComfyUI's names, numbered through all tensors of so many rows; None
+    where it renames nothing.
 
     Raises ValueError where ComfyUI would join what is not all there, or leave blocks behind a missing one away.
     """
-    # In place of each tensor one column: a number for each row, from 1.
-    count = sum(sizes.values())
+    count = sum(sizes.values())  # ComfyUI gets columns: a number for each row, from 1
     columns = torch.arange(1, count + 1, dtype=torch.float64)[:, None].split([*sizes.values()])
     joined = comfy.model_detection.convert_diffusers_mmdit(dict(zip(sizes, columns, strict=True)), "")
     if joined is None:
@@ -95,10 +94,7 @@ def _origins(sizes: dict[str, int]) -> dict[str, torch.Tensor] | None:
 
 
 def _joined(name: str, layers: list[str], configs: dict[str, dict]) -> torch.Tensor:
-    """The quant config of a layer that is made of these: full precision where any asks for it, else what all say.
-
-    Raises ValueError where they are not quantized alike, or other than in ComfyUI's own INT8.
-    """
+    """Return the quant config of a layer made of these: full precision where any asks for it, else what all say."""
     said = [configs.get(layer, {}) for layer in layers]
     for layer, config in zip(layers, said, strict=True):
         if config and config.get("format") != quant_config.NATIVE_FORMAT:
@@ -121,14 +117,13 @@ def _joined(name: str, layers: list[str], configs: dict[str, dict]) -> torch.Ten
 
 
 def _with_int8_for_codes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with the INT8 weight in place of each in codes of 4 or 6 bits: what is joined may have several
-    codebooks."""
+    """Put INT8 weights in place of codes of 4 or 6 bits: what is joined may have several codebooks."""
     native = dict(tensors)
     for key, weight in tensors.items():
         if is_grouped(weight):
-            layer = key.removesuffix(".weight")
-            rotation, bits = ChannelTransform(None, weight.params.convrot_groupsize), weight.params.activation_bits
-            config = quant_config.encode_config(rotation, bits, quant_config.other_options(quant_config_in(weight)))
+            layer, others = key.removesuffix(".weight"), quant_config.other_options(quant_config_in(weight))
+            rotation = ChannelTransform(None, weight.params.convrot_groupsize)
+            config = quant_config.encode_config(rotation, weight.params.activation_bits, others)
             native[key], native[f"{layer}.{quant_config.QUANT_CONFIG}"] = expand_codes(grouped_codes(weight)), config
             native[f"{layer}.{quant_config.SCALE}"] = channel_scale(weight)
     return native

@@ -25,11 +25,11 @@ _TEXT_ENCODERS = ("t5", "t5encoder", "llama", "gemma", "qwen2vl", "qwen3", "qwen
 
 
 def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a GGUF file by name, and its texts as metadata.
+    """Return the tensors of a GGUF file by name, and its texts as metadata.
 
-    Matrices in blocks stay so (`gguf_weight`), also those that only `gguf` decodes; what else is in blocks is float32.
-    Tensors lie in the file until they are copied. What is written into them does not reach it. On Windows, where
-    memory would be promised for the whole of such a file, a program that tries ends.
+    Matrices in blocks stay so, also those that only `gguf` decodes; what else is in blocks is float32. Tensors lie in
+    the file until they are copied. What is written into them does not reach it. On Windows, where memory would be
+    promised for the whole file, a program that writes ends.
 
     Raises ValueError for a file that is damaged, or that holds no diffusion model; ImportError without `gguf`.
     """
@@ -55,10 +55,10 @@ def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def with_lost_axes(tensors: Mapping[str, Any], architecture: Any) -> dict[str, Any]:
-    """A GGUF file's tensors in the shapes of ComfyUI's model of an architecture, where axes of 1 are all that differs.
+    """Return a GGUF file's tensors in the shapes of ComfyUI's model, where axes of 1 are all that differs.
 
     GGUF has no leading axes of 1, and not every program says what they were: Z-Image's pad tokens and Wan's modulations
-    are parameters that have one.
+    have one.
     """
     parameters = [key for key, tensor in tensors.items() if not (key.endswith((".weight", ".bias")) or is_gguf(tensor))]
     if not parameters:
@@ -69,13 +69,11 @@ def with_lost_axes(tensors: Mapping[str, Any], architecture: Any) -> dict[str, A
         wanted = config.get_model({}, "", device="meta").diffusion_model.state_dict()
     except Exception:  # whatever it is, ComfyUI's loader will say so
         return dict(tensors)
-    shapes = {key: wanted[key].shape for key in parameters if key in wanted}
-    lost = {key: shape for key, shape in shapes.items() if _without_ones(shape) == _without_ones(tensors[key].shape)}
-    return {key: tensor.reshape(lost[key]) if key in lost else tensor for key, tensor in tensors.items()}
-
-
-def _without_ones(shape: torch.Size) -> list[int]:
-    return [size for size in shape if size != 1]
+    whole = dict(tensors)
+    for key in parameters:
+        if key in wanted and wanted[key].squeeze().shape == tensors[key].squeeze().shape:
+            whole[key] = tensors[key].reshape(wanted[key].shape)
+    return whole
 
 
 def _opened(path: str) -> Any:
@@ -122,7 +120,7 @@ def _opened(path: str) -> Any:
 
 
 def _check_header(path: str) -> Literal["little", "big"]:
-    """The order of bytes in a file. Raises ValueError for more entries than any model has."""
+    """Return the order of bytes in a file. Raises ValueError for more entries than any model has."""
     with open(path, "rb") as file:
         header = file.read(24)
     order = "little" if header[4:6] != b"\0\0" else "big"
@@ -133,8 +131,8 @@ def _check_header(path: str) -> Literal["little", "big"]:
 
 
 def _check_places(reader: Any, size: int) -> None:
-    """Raise ValueError for tensors that do not lie one behind the other up to the end of the file, as ggml too wants
-    them: by nothing else is a tensor's type seen to be another one with shorter values."""
+    """Raise ValueError unless tensors lie one behind the other up to the end of the file, as ggml wants them: nothing
+    else shows that a tensor's type is that of shorter values."""
     place, last = reader.data_offset, "the header"
     for tensor in sorted(reader.tensors, key=lambda tensor: (tensor.data_offset, tensor.n_bytes)):
         if tensor.data_offset != place:
@@ -148,10 +146,7 @@ def _check_places(reader: Any, size: int) -> None:
 
 
 def _shape(reader: Any, tensor: Any) -> tuple[int, ...]:
-    """The shape of a tensor: of more axes than GGUF has, or of rows that its blocks did not fit, it is in the metadata.
-
-    Raises ValueError for one that does not hold as many values.
-    """
+    """Return a tensor's shape, which the metadata have where GGUF lacks axes or its blocks did not fit the rows."""
     stored = tuple(int(size) for size in reversed(tensor.shape))
     field = reader.get_field(ORIGINAL_SHAPE + tensor.name)
     if field is None:

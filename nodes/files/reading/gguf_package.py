@@ -1,5 +1,5 @@
-"""The package gguf, which knows GGUF's containers and decodes its block formats, and what ComfyUI-GGUF adds to them.
-The pack loads without it."""
+"""The package gguf, which reads GGUF's containers and decodes its blocks; and what ComfyUI-GGUF adds to files. The pack
+loads without the package."""
 
 import importlib.metadata
 from types import ModuleType
@@ -8,16 +8,14 @@ import numpy as np
 import torch
 
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
-"""The key of a tensor's real shape, where the file has another, is this and its name."""
-
+"""With a tensor's name behind it, the key of its real shape, where the file has another."""
 INT8_CONFIG = "comfy.gguf.quant."
-"""The key of what molbal's ComfyUI-GGUF says of a weight that is no GGUF type is this and its name."""
-
+"""With a weight's name behind it, the key of what molbal's ComfyUI-GGUF says of it, where it is no GGUF type."""
 _SLICE_ELEMENTS = 1 << 24  # as many weights are decoded at a time: gguf holds two float32 copies of them
 
 
 def gguf_package() -> ModuleType:
-    """The package gguf. Raises ImportError that says how to install it."""
+    """Return the package gguf. Raises ImportError that says how to install it."""
     try:
         import gguf
     except ImportError as error:
@@ -28,7 +26,7 @@ def gguf_package() -> ModuleType:
 
 
 def gguf_version() -> str:
-    """The package with the version that is installed, for messages."""
+    """Return the package with the version that is installed, for messages."""
     try:
         return f"gguf {importlib.metadata.version('gguf')}"
     except importlib.metadata.PackageNotFoundError:  # a copy in a folder
@@ -47,8 +45,8 @@ def can_decode(gguf_format: str) -> bool:
 
 
 def decode_gguf(blocks: torch.Tensor, gguf_format: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The weight [N, K] in `dtype` of blocks, uint8 [N, bytes of a row]: where they are, but computed in float32 on the
-    CPU by gguf. Raises NotImplementedError for a format that gguf has a name for and cannot decode."""
+    """Return the weight [N, K] of blocks, uint8 [N, bytes of a row], where they are; gguf computes it in float32 on the
+    CPU. Raises NotImplementedError for a format that gguf has a name for and cannot decode."""
     gguf = gguf_package()
     from gguf import quants
 

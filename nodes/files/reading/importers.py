@@ -1,12 +1,11 @@
-"""What a file holds, and how files of different origin hold a diffusion model: a table of what brings each to ComfyUI's
-own conventions.
+"""Checkpoints of different origin, and a table of what brings each to ComfyUI's own conventions.
 
 These are what the rest of the pack reads: plain module names, and for a quantized layer X a weight, a scale and a quant
 config `X.comfy_quant` (quant_config.py). A file can be of several origins.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +24,6 @@ from .gguf_package import INT8_CONFIG
 
 BRANCHES = ("conditional", "unconditional")
 _LAB_PARTS = ("wq", "ws", "smooth")
-_Q4_CR = "int4_cr"
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,8 @@ class Checkpoint:
     Attributes:
         name: of the file, for messages.
         tensors: by name; nobody else holds this dict.
-        metadata: the file's, in strings.
         branch: which model is wanted, one of BRANCHES. Only a file that holds both has a choice.
-        base: reads the checkpoint that completes a file which is only a part of a model; None where none is named.
-            Raises ValueError naming that file.
+        base: reads the checkpoint that completes a part of a model, or raises ValueError naming its file.
         architecture: the class of models that ComfyUI takes the tensors for; None until all of the file is read.
     """
 
@@ -51,12 +47,11 @@ class Checkpoint:
 
 
 def _one_branch(checkpoint: Checkpoint) -> Checkpoint:
-    """Of Transformer Lab's INT8 file of Ideogram 4 the chosen model, completed by the base checkpoint.
+    """Take the chosen model of Transformer Lab's INT8 file of Ideogram 4, completed by the base checkpoint.
 
-    It has the linears of its two models, and nothing else. Behind `conditional.` or `unconditional.` a linear X is
+    The file has the linears of two models, and nothing else. Behind `conditional.` or `unconditional.` a linear X is
     `X.wq` (int8 [N, K]), `X.ws` (float, one scale per output channel), optionally `X.smooth` (float [K], what its input
-    is divided by) and `X.bias`; a protected one is `X.weight`. Raises ValueError naming the tensor, the base file or
-    the widget.
+    is divided by) and `X.bias`; a protected one is `X.weight`.
     """
     prefixes = tuple(f"{branch}." for branch in BRANCHES)
     if not any(key.startswith(prefixes) and key.endswith(".wq") for key in checkpoint.tensors):
@@ -92,15 +87,13 @@ def _one_branch(checkpoint: Checkpoint) -> Checkpoint:
     others = {key: tensor for key, tensor in base.tensors.items() if key not in linears}
     _check_shapes(f"base_checkpoint {base.name}: ", others, shapes)
     _check_branch(checkpoint, base)
-    # Of a quantized layer a weight is nothing without its quant config and its scales, so that it is taken with all of
-    # them.
+    # With a quantized weight its quant config and its scales are taken.
     layers = {key.removesuffix(".weight") for key in missing if key.endswith(".weight")}
     taken = {key: t for key, t in others.items() if key in missing or key.rpartition(".")[0] in layers}
     return replace(checkpoint, tensors=taken | linears)
 
 
 def _linears(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """What the file holds of the chosen model, in ComfyUI's own conventions."""
     prefix = f"{checkpoint.branch}."
     stored = {key.removeprefix(prefix): t for key, t in checkpoint.tensors.items() if key.startswith(prefix)}
     if not stored:
@@ -121,7 +114,6 @@ def _linears(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _check_shapes(before: str, tensors: dict[str, torch.Tensor], shapes: dict[str, torch.Size]) -> None:
-    """Raise ValueError for a weight that the model has no place for, and for a tensor of another shape."""
     for key, tensor in tensors.items():
         if key.endswith(".weight") and key not in shapes:
             raise ValueError(f"{before}{key} is no layer of this Ideogram 4")
@@ -131,13 +123,13 @@ def _check_shapes(before: str, tensors: dict[str, torch.Tensor], shapes: dict[st
 
 
 def _check_branch(checkpoint: Checkpoint, base: Checkpoint) -> None:
-    """Both models have the same names and shapes: what tells the base's apart is whose biases it has."""
+    """Raise ValueError where the base has the other model's biases: in names and shapes both models are alike."""
     distance: dict[str, float] = dict.fromkeys(BRANCHES, 0.0)
-    for key in [key for key in base.tensors if key.endswith(".bias")]:
-        pairs = {b: (checkpoint.tensors.get(f"{b}.{key}", torch.empty(0)), base.tensors[key]) for b in BRANCHES}
-        if all(own.shape == other.shape for own, other in pairs.values()):
-            for branch, (own, other) in pairs.items():
-                distance[branch] += float((own.float() - other.float()).square().sum())
+    for key, bias in base.tensors.items():
+        own = [checkpoint.tensors.get(f"{branch}.{key}", torch.empty(0)) for branch in BRANCHES]
+        if key.endswith(".bias") and all(other.shape == bias.shape for other in own):
+            for branch, other in zip(BRANCHES, own, strict=True):
+                distance[branch] += float((other.float() - bias.float()).square().sum())
     nearest = min(BRANCHES, key=lambda branch: distance[branch])
     if distance[nearest] < distance[checkpoint.branch]:
         raise ValueError(
@@ -147,11 +139,14 @@ def _check_branch(checkpoint: Checkpoint, base: Checkpoint) -> None:
 
 
 def _with_configs_of_gguf(checkpoint: Checkpoint) -> Checkpoint:
-    """With quant configs of what molbal's ComfyUI-GGUF says in its files' metadata: Q8_CR is native INT8, and Q4_CR
-    W4A4, each weight for itself. Those weights become INT8's own, which ComfyUI writes into."""
-    said = {key: text for key, text in checkpoint.metadata.items() if key.startswith(INT8_CONFIG)}
+    """Add quant configs of what molbal's ComfyUI-GGUF says in its files' metadata: Q8_CR is native INT8, Q4_CR W4A4.
+
+    ComfyUI writes into such weights, so they become holdable.
+    """
     tensors = dict(checkpoint.tensors)
-    for key, text in said.items():
+    for key, text in checkpoint.metadata.items():
+        if not key.startswith(INT8_CONFIG):
+            continue
         name = key.removeprefix(INT8_CONFIG)
         layer = name.removesuffix(".weight")
         try:
@@ -160,7 +155,7 @@ def _with_configs_of_gguf(checkpoint: Checkpoint) -> Checkpoint:
             raise ValueError(f"the metadata entry {key} is {error}; download the file again or use another") from error
         if layer == name:
             raise ValueError(f"{name} is in Q8_CR and no weight of a layer, which INT8 DiT does not read")
-        if config.get("format") == _Q4_CR:
+        if config.get("format") == "int4_cr":
             if config.get("backing") != "w4a4" or config.get("quant_group_size", 64) != 64:
                 raise ValueError(
                     f"{name} is in a form of Q4_CR that neither INT8 DiT nor ComfyUI reads; convert the model again "
@@ -182,22 +177,17 @@ _TOLD = "_quantization_metadata"
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.model.", "net.", "model.", "")
 
 
-def _layer_named(layer: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Which layer of a file its metadata mean: they may name it with another prefix than the file has, or without."""
-    bare = layer.removeprefix(next(prefix for prefix in _PREFIXES if layer.startswith(prefix)))
-    names = (layer, *(f"{prefix}{bare}" for prefix in _PREFIXES))
-    return next((name for name in names if f"{name}.weight" in tensors), layer)
-
-
 def _with_configs_of_metadata(checkpoint: Checkpoint) -> Checkpoint:
-    """With the quant configs that ComfyUI itself makes of what its older files have in their metadata or in other
-    tensors."""
+    """Add the quant configs that ComfyUI makes of its older files' metadata or other tensors."""
     metadata, named = dict(checkpoint.metadata), {}
     try:
         if _TOLD in metadata:
             told = json_object(metadata[_TOLD], quant_config.MOST_METADATA)
             for said, config in told["layers"].items():
-                layer = _layer_named(said, checkpoint.tensors)
+                # It may name a layer with another prefix than the file has, or without.
+                bare = said.removeprefix(next(prefix for prefix in _PREFIXES if said.startswith(prefix)))
+                names = (said, *(f"{prefix}{bare}" for prefix in _PREFIXES))
+                layer = next((name for name in names if f"{name}.weight" in checkpoint.tensors), said)
                 if named.setdefault(layer, config) != config:
                     raise ValueError(f"{layer} is marked twice, differently")
             metadata[_TOLD] = json.dumps({**told, "layers": named})
@@ -208,7 +198,9 @@ def _with_configs_of_metadata(checkpoint: Checkpoint) -> Checkpoint:
         raise ValueError(f"the quantization metadata cannot be read ({error!r})") from error
     others = quant_config.configs_in({key: tensors[key] for key in configs})
     for layer, own in quant_config.configs_in(configs).items():
-        if quant_config.computed(own) != quant_config.computed(other := others[layer]):
+        other = others[layer]
+        # Whether there is a scale for each row, the tensors show.
+        if any(own.get(option) != other.get(option) for option in {*own, *other} - {"per_row"}):
             key = f"{layer}.{quant_config.QUANT_CONFIG}"
             raise ValueError(
                 f"{key} is {str(own)[:200]}, but the metadata entry {_TOLD} says {str(other)[:200]}; "
@@ -218,14 +210,13 @@ def _with_configs_of_metadata(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _of_diffusion_model(checkpoint: Checkpoint) -> Checkpoint:
-    """Without the other models of the file, and without the prefix of those that hold some."""
+    """Leave away the other models of a file that holds several, and the diffusion model's prefix."""
     prefix = comfy.model_detection.unet_prefix_from_state_dict(checkpoint.tensors)
     tensors = comfy.utils.state_dict_prefix_replace(dict(checkpoint.tensors), {prefix: ""}, filter_keys=True)
     if not tensors:
         return checkpoint
-    # Again without the prefix, since the metadata may name layers either way.
+    # Again without the prefix, since the metadata may name layers either way, and those of the other models too.
     made = _with_configs_of_metadata(replace(checkpoint, tensors=dict(tensors)))
-    # The metadata may name layers of the other models too.
     elsewhere = {layer for layer in quant_config.marked_layers(made.tensors) if f"{layer}.weight" not in made.tensors}
     dropped = {f"{layer}.{quant_config.QUANT_CONFIG}" for layer in elsewhere} - tensors.keys()
     return replace(made, tensors={key: tensor for key, tensor in made.tensors.items() if key not in dropped})
@@ -236,15 +227,15 @@ _SAID_WITHOUT_FORMAT = {"convrot", "convrot_groupsize", "per_row"}
 
 
 def _with_configs_of_int8(checkpoint: Checkpoint) -> Checkpoint:
-    """With a quant config for each int8 weight in a file that has none, as older node packs wrote it, and with the
-    format in those that name none. Where one is marked, another lost its quant config."""
-    tensors = dict(checkpoint.tensors)
-    if quant_config.marked_layers(tensors):
-        for layer, config in quant_config.configs_in(tensors).items():
-            weight = tensors.get(f"{layer}.weight")
-            if config and config.keys() <= _SAID_WITHOUT_FORMAT and weight is not None and weight.dtype == torch.int8:
-                named = quant_config.encoded({"format": NATIVE_FORMAT, **config})
-                tensors[f"{layer}.{quant_config.QUANT_CONFIG}"] = named
+    """Add a quant config for each int8 weight of a file that has none, and the format to those that name none: older
+    node packs wrote such files. Where one layer has a quant config, another lost its own."""
+    tensors, configs = dict(checkpoint.tensors), quant_config.configs_in(checkpoint.tensors)
+    for layer, config in configs.items():
+        weight = tensors.get(f"{layer}.weight")
+        if config and config.keys() <= _SAID_WITHOUT_FORMAT and weight is not None and weight.dtype == torch.int8:
+            named = quant_config.encoded({"format": NATIVE_FORMAT, **config})
+            tensors[f"{layer}.{quant_config.QUANT_CONFIG}"] = named
+    if configs:
         return replace(checkpoint, tensors=tensors)
     for key, tensor in checkpoint.tensors.items():
         layer = key.removesuffix(".weight")
@@ -252,8 +243,7 @@ def _with_configs_of_int8(checkpoint: Checkpoint) -> Checkpoint:
             continue
         if checkpoint.metadata.get(_TOLD):
             raise ValueError(f"{key} is INT8, and of no layer that the metadata entry {_TOLD} names; use another file")
-        scale = tensors.pop(f"{layer}.scale_weight", None)
-        if scale is not None:
+        if (scale := tensors.pop(f"{layer}.scale_weight", None)) is not None:
             tensors.setdefault(f"{layer}.{quant_config.SCALE}", scale)
         tensors[f"{layer}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config()
     return replace(checkpoint, tensors=tensors)
@@ -266,5 +256,5 @@ IMPORTERS = {
     "all models in one file": _of_diffusion_model,
     "int8 without quant configs, or with those that name no format, of older node packs": _with_configs_of_int8,
 }
-"""How layers are stored, in the order in which each brings a checkpoint to ComfyUI's conventions or leaves it as it is;
-raises ValueError naming the tensor where there is one."""
+"""By how layers are stored, in this order: each brings a checkpoint to ComfyUI's conventions or leaves it as it is.
+Raises ValueError naming what is wrong: a tensor, an entry of the metadata, the base file or a widget."""

@@ -1,4 +1,4 @@
-"""Files that are well known and cannot be loaded: a table with an entry for each kind, known by a file's content."""
+"""Well-known files that cannot be loaded: a table with an entry a kind, known by the file's content."""
 
 import re
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..quant_config import QUANT_CONFIG
+from ..quant_config import MOST_BYTES, QUANT_CONFIG
 
 _OTHER_LOADER = "use the loader that is made for it"
 _OTHER_FILE = "use a bf16, fp16, FP8 or INT8 file of the model"
@@ -19,15 +19,13 @@ class Kind:
     """A kind of file.
 
     Attributes:
-        name: with its article.
-        advice: what to do.
         begins: a pattern of its first bytes, where it is no safetensors file.
         holds: a pattern of the name of one of its tensors, behind which a quant config's text follows: `=` and JSON.
-        packed: whether it is a model whose layers are stored in a way that nothing here reads. Others are named only
-            where ComfyUI sees no diffusion model, since a file can hold several models.
+        packed: whether it is a model whose layers nothing here reads. Others are named only where ComfyUI sees no
+            diffusion model, since a file can hold several models.
     """
 
-    name: str
+    name: str  # with its article
     advice: str
     begins: bytes = b""
     holds: str = ""
@@ -76,16 +74,16 @@ FILE_KINDS = (  # what is packed before what is not
 
 
 def kind_of_bytes(beginning: bytes) -> Kind | None:
-    """What a file that is no safetensors file is, by its first bytes."""
+    """Return the kind of a file that is no safetensors file, by its first bytes."""
     return next((kind for kind in FILE_KINDS if kind.begins and re.match(kind.begins, beginning)), None)
 
 
 def kind_of_tensors(tensors: Mapping[str, torch.Tensor]) -> Kind | None:
-    """What a safetensors file is, if not a diffusion model that can be read: a kind that is `packed` before others."""
-    names = [f"{key}={_text(tensor)}" if key.endswith(f".{QUANT_CONFIG}") else key for key, tensor in tensors.items()]
+    """Return the kind of a safetensors file that holds no diffusion model that can be read, `packed` before others."""
+    names = []
+    for key, tensor in tensors.items():
+        if key.endswith(f".{QUANT_CONFIG}") and tensor.dtype == torch.uint8:
+            key += "=" + tensor.flatten()[:MOST_BYTES].numpy().tobytes().decode(errors="replace")
+        names.append(key)
     kinds = (kind for kind in FILE_KINDS if kind.holds and any(re.search(kind.holds, name) for name in names))
     return next(kinds, None)
-
-
-def _text(config: torch.Tensor) -> str:
-    return config.flatten()[:4096].numpy().tobytes().decode(errors="replace") if config.dtype == torch.uint8 else ""

@@ -1,11 +1,10 @@
-"""Whether the quantized layers of a checkpoint are whole: a table with an entry for each format.
+"""Checks of a checkpoint's quantized layers: a table with an entry for each format.
 
-A loader that trusts a damaged layer draws another image and says nothing. All that can be told from quant configs,
-shapes, dtypes and small tensors is told here, whatever computes afterwards. Large weights are not read: their values
-count when something else has to read them.
+A loader that trusts a damaged layer draws another image and says nothing. All that quant configs, shapes, dtypes and
+small tensors tell is checked here, whatever computes afterwards; large weights when something else has to read them.
 
-The formats that this pack computes are checked for all that they consist of. Of ComfyUI's other formats the parts are
-looked at that make an image wrong: what else a layer has, and how it is packed, ComfyUI knows.
+Formats that this pack computes are checked for all that they consist of. Of ComfyUI's others only the parts are looked
+at that make an image wrong: what else a layer has, and how it is packed, ComfyUI knows.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,55 +21,28 @@ from ..block_lists import AGAIN
 from ..holding import codes_in, is_gguf
 from .values import LARGEST, WEIGHT_DTYPES, check_block_scales, check_factors, check_finite, check_scale, largest_in
 
-CheckedTensors = Mapping[str, torch.Tensor]
-_Check = Callable[[str, torch.Tensor, torch.Tensor], None]
+_Tensors = Mapping[str, torch.Tensor]
 _Shapes = Callable[[int, int], tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor of a layer, beside weight, bias and quant config.
+    """What a tensor of a layer may be, beside weight, bias and quant config.
 
     Attributes:
-        check: (name, tensor, weight); raises ValueError for values that no quantizer writes.
-        shapes: those that it may have, by the two sizes of the weight as it is stored; None where something else looks.
-        dtypes: those that it may have. uint8 stands for the first.
+        check: (name, tensor, weight) raises ValueError for values that no quantizer writes.
+        shapes: by the two sizes of the weight as it is stored; None where something else looks.
+        dtypes: uint8 stands for the first.
         needed: whether each layer of the format has it.
     """
 
-    check: _Check
+    check: Callable[[str, torch.Tensor, torch.Tensor], None]
     shapes: _Shapes | None = None
     dtypes: tuple[torch.dtype, ...] = WEIGHT_DTYPES
     needed: bool = True
 
 
-@dataclass(frozen=True)
-class _Format:
-    """How a layer of one format looks.
-
-    Attributes:
-        dtype: of the weight.
-        parts: the tensors that it may have, by the ends of their names; None for one that counts for nothing.
-        options: (weight [N, K], parts, quant config); raises TypeError or ValueError where the options do not fit. None
-            for a format that only ComfyUI computes, whose layers may have other parts too.
-    """
-
-    dtype: torch.dtype
-    parts: Mapping[str, _Part | None]
-    options: Callable[[torch.Tensor, CheckedTensors, dict], None] | None = None
-
-
 _SMALL = 1 << 20  # elements that are looked at for a NaN
-
-
-def _rotation_fits(weight: torch.Tensor, parts: CheckedTensors, config: dict) -> None:
-    ChannelTransform(None, quant_config.rotation_group(config)).check(weight.shape[1])
-
-
-def _codes_fit(weight: torch.Tensor, parts: CheckedTensors, config: dict) -> None:
-    codes = codes_in({**parts, "weight": weight}, config)
-    codes.check()
-    ChannelTransform(None, quant_config.group_size(config)).check(codes.shape[1])
 
 
 def _check_group_scales(key: str, scales: torch.Tensor, weight: torch.Tensor) -> None:
@@ -83,7 +55,7 @@ def _scale(largest_code: float, shapes: _Shapes, dtypes: tuple[torch.dtype, ...]
 
 
 def _block_scales(columns: int, dtype: torch.dtype) -> _Part:
-    """A scale for so many columns of the weight, in NVIDIA's layout: padded to 128 rows and 4 blocks, of any shape."""
+    """Scales of so many columns each, in NVIDIA's layout: padded to 128 rows and 4 blocks, of any shape."""
 
     def check(key: str, scales: torch.Tensor, weight: torch.Tensor) -> None:
         n, k = weight.shape[-2:]
@@ -112,26 +84,29 @@ _NVFP4 = {
     "pre_quant_scale": _Part(check_factors, lambda n, k: tuple((2 * k - i,) for i in range(16)), needed=False),
 }
 
-FORMATS: dict[str, _Format] = {
-    quant_config.NATIVE_FORMAT: _Format(torch.int8, _INT8, _rotation_fits),
-    quant_config.SMOOTHED_FORMAT: _Format(torch.int8, _SMOOTHED_INT8, _rotation_fits),
-    **{name: _Format(torch.int8, _CODES, _codes_fit) for name in quant_config.GROUPED_FORMATS},
+FORMATS: dict[str, tuple[torch.dtype, Mapping[str, _Part | None]]] = {
+    quant_config.NATIVE_FORMAT: (torch.int8, _INT8),
+    quant_config.SMOOTHED_FORMAT: (torch.int8, _SMOOTHED_INT8),
+    **dict.fromkeys(quant_config.GROUPED_FORMATS, (torch.int8, _CODES)),
     **{
-        name: _Format(dtype, {"weight_scale": _scale(torch.finfo(dtype).max, lambda n, k: _ONE), **_INPUT_SCALE})
+        name: (dtype, {"weight_scale": _scale(torch.finfo(dtype).max, lambda n, k: _ONE), **_INPUT_SCALE})
         for name, dtype in (("float8_e4m3fn", _FP8), ("float8_e5m2", torch.float8_e5m2))
     },
-    "mxfp8": _Format(_FP8, {"weight_scale": _block_scales(32, _E8M0), **_INPUT_SCALE}),
-    "nvfp4": _Format(torch.uint8, {**_NVFP4, **_INPUT_SCALE}),
-    quant_config.W4A4: _Format(torch.int8, {"weight_scale": _scale(7, lambda n, k: ((n,),))}),
+    "mxfp8": (_FP8, {"weight_scale": _block_scales(32, _E8M0), **_INPUT_SCALE}),
+    "nvfp4": (torch.uint8, {**_NVFP4, **_INPUT_SCALE}),
+    quant_config.W4A4: (torch.int8, {"weight_scale": _scale(7, lambda n, k: ((n,),))}),
 }
+"""By format the weight's dtype, and its layers' other tensors by the ends of their names; None for one that is not
+read. Layers of formats that only ComfyUI computes may have others too."""
 
+_COMPUTED_HERE = (*quant_config.INT8_FORMATS, *quant_config.GROUPED_FORMATS)
 _OWN = {*_CODES, quant_config.SMOOTH}  # of no other format
 # What belongs to a quantized form, wherever it stands.
-_PARTS = {part for form in FORMATS.values() for part in form.parts}
+_PARTS = {part for _, parts in FORMATS.values() for part in parts}
 _PARTS |= {"weight_scale_inv", "scale_weight", "scale_input", "weight_zero_point", "weight_correction"}
 
 
-def check_layers(tensors: CheckedTensors) -> None:
+def check_layers(tensors: _Tensors) -> None:
     """Raise ValueError naming the first tensor with which something is wrong. Called after the importers."""
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
@@ -167,9 +142,9 @@ def check_layers(tensors: CheckedTensors) -> None:
             )
 
 
-def _check_marked(name: str, config: dict, weight: torch.Tensor | None, parts: CheckedTensors) -> None:
-    kind, known = config.get("format"), {*QUANT_ALGOS, *quant_config.INT8_FORMATS, *quant_config.GROUPED_FORMATS}
-    if not isinstance(kind, str) or kind not in known:
+def _check_marked(name: str, config: dict, weight: torch.Tensor | None, parts: _Tensors) -> None:
+    kind = config.get("format")
+    if not isinstance(kind, str) or kind not in (*QUANT_ALGOS, *_COMPUTED_HERE):
         raise ValueError(
             f"{name}.{quant_config.QUANT_CONFIG} names the quantization format {kind!r}, which neither INT8 DiT nor "
             "this ComfyUI reads. Update ComfyUI, or take a file of the model in bf16, fp16, FP8, INT8, W4A8 or GGUF"
@@ -179,31 +154,38 @@ def _check_marked(name: str, config: dict, weight: torch.Tensor | None, parts: C
         raise ValueError(f"{name}.weight is missing although {name} is marked as {title}")
     if kind == quant_config.ACT16_FORMAT:  # with smoothing factors or without, as its quant config says
         kind = quant_config.SMOOTHED_FORMAT if config.get(quant_config.SMOOTHED) else quant_config.NATIVE_FORMAT
-    form = FORMATS.get(kind)
-    if form is None:
+    if kind not in FORMATS:
         return  # of a newer ComfyUI
-    if kind in quant_config.GROUPED_FORMATS and weight.ndim != 2:
+    own, in_codes = kind in _COMPUTED_HERE, kind in quant_config.GROUPED_FORMATS
+    if in_codes and weight.ndim != 2:
         raise ValueError(
             f"{name}.weight is a bank of experts in {kind}, which INT8 DiT does not read. Load the model with "
             "ComfyUI's own loader, or take a file of it in another format"
         )
-    for option in (quant_config.FULL_PRECISION, quant_config.SMOOTHED) if form.options else ():
+    for option in (quant_config.FULL_PRECISION, quant_config.SMOOTHED) if own else ():
         if not isinstance(said := config.get(option, False), bool):
             raise ValueError(f"{name}: its mark has {option} = {said!r}, which is neither true nor false")
-    if weight.dtype != form.dtype:
+    dtype, expected = FORMATS[kind]
+    if weight.dtype != dtype:
         raise ValueError(f"{name}.weight is {weight.dtype} although {name} is marked as {title}")
-    for part in sorted(parts.keys() & _OWN - form.parts.keys() if form.options is None else parts.keys() - form.parts):
+    for part in sorted((parts.keys() if own else parts.keys() & _OWN) - expected.keys()):
         raise ValueError(f"{name}.{part} is there, which a layer marked as {title} does not have")
-    for part, expected in form.parts.items():
-        if part in parts and expected is not None:
-            _check_part(f"{name}.{part}", parts[part], expected, weight)
-        elif expected is not None and expected.needed:
+    for part, read in expected.items():
+        if part in parts and read is not None:
+            _check_part(f"{name}.{part}", parts[part], read, weight)
+        elif read is not None and read.needed:
             raise ValueError(f"{name}.{part} is missing")
     if weight.is_floating_point() and weight.numel() <= _SMALL:
         check_finite(f"{name}.weight", weight)
-    if form.options is not None and weight.ndim == 2:  # else a bank of expert weights, which ComfyUI's own layers load
+    if own and weight.ndim == 2:  # else a bank of expert weights, which ComfyUI's own layers load
         try:
-            form.options(weight, parts, config)
+            if in_codes:
+                codes = codes_in({**parts, "weight": weight}, config)
+                codes.check()
+                group, channels = quant_config.group_size(config), codes.shape[1]
+            else:
+                group, channels = quant_config.rotation_group(config), weight.shape[1]
+            ChannelTransform(None, group).check(channels)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from error
 

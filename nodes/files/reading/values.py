@@ -10,33 +10,24 @@ WEIGHT_DTYPES = (
     *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 )
-"""What a weight that no quant config explains can be: float8_e8m0fnu is a scale's, and numbers of INT8 need one."""
+"""What a weight without a quant config can be: float8_e8m0fnu is a scale's, and INT8's numbers need one."""
 
-# What float32 holds with all its bits: below, a GPU may read zero.
-_SMALLEST = torch.finfo(torch.float32).tiny
-# A weight whose largest value is some hundred times this changes nothing that the other layers make.
-_DEAD = 1e-12
+_SMALLEST = torch.finfo(torch.float32).tiny  # of a normal number: below, a GPU may read zero
+_DEAD = 1e-12  # of a scale: a weight whose largest value is some hundred times this changes no image
 # What a quantizer chooses lies within 1e-6 to 1e6. Within these bounds an activation divided by a factor, a weight
 # multiplied by it and one divided by it stay far from the ends of float32.
 _FACTORS = (1e-12, 1e12)
 
 
 def check_finite(key: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError for a float tensor, of one of WEIGHT_DTYPES, with a NaN, an Inf or a value that no trained
-    weight has."""
-    if tensor.numel() == 0:
-        return
-    largest = largest_in(tensor)
-    if not largest <= LARGEST:
+    """Raise ValueError for a NaN, an Inf or a value that no trained weight has, in a tensor of one of WEIGHT_DTYPES."""
+    if tensor.numel() and not (largest := largest_in(tensor)) <= LARGEST:
         what = f"{largest:.2g}, and no weight is that large" if largest < float("inf") else "a NaN or Inf"
         raise ValueError(f"{key} holds {what}")
 
 
 def largest_in(tensor: torch.Tensor) -> float:
-    """The largest magnitude in a float tensor of one of WEIGHT_DTYPES that is not empty, or NaN.
-
-    One pass without a copy, as fast as the tensor can be read.
-    """
+    """Return the largest magnitude in a tensor of one of WEIGHT_DTYPES that is not empty, or NaN: no copy is made."""
     if tensor.dtype.itemsize == 1:  # the codes of either sign are in the order of their magnitudes
         positive = int(tensor.view(torch.int8).max())
         negative = int(tensor.view(torch.uint8).max()) - 0x80
@@ -47,13 +38,9 @@ def largest_in(tensor: torch.Tensor) -> float:
 
 
 def check_scale(key: str, scale: torch.Tensor, weight: torch.Tensor, most: float) -> None:
-    """Raise ValueError for weight scales that no quantizer writes.
+    """Raise ValueError for weight scales, of one of WEIGHT_DTYPES, that no quantizer writes: none is above `most`.
 
-    Args:
-        key: the name of the tensor.
-        scale: of one of WEIGHT_DTYPES.
-        weight: its quantized weight [N, ...]: where `scale` has 1 or N values, a zero is right for zeros only.
-        most: the largest scale.
+    Where they are 1 or N for a quantized weight [N, ...], a zero is right for zeros only.
     """
     if _lies_within(scale, _DEAD, most):
         return
@@ -76,7 +63,7 @@ def check_factors(key: str, factors: torch.Tensor, weight: torch.Tensor) -> None
 def check_block_scales(key: str, scales: torch.Tensor, weight: torch.Tensor) -> None:
     """Raise ValueError for float8_e4m3fn or float8_e8m0fnu with a NaN or a negative value.
 
-    There are many of them: one pass, which the largest positive number ends. NumPy's is ten times as fast as PyTorch's.
+    There are many of them, and NumPy's pass over bytes is ten times as fast as PyTorch's.
     """
     codes, most = scales.view(torch.uint8), 0xFE if scales.dtype == torch.float8_e8m0fnu else 0x7E
     if codes.numpy().max(initial=0) > most and bool(((codes > most) & (codes != 0x80)).any()):
@@ -84,10 +71,9 @@ def check_block_scales(key: str, scales: torch.Tensor, weight: torch.Tensor) -> 
 
 
 def _lies_within(values: torch.Tensor, least: float, most: float) -> bool:
-    """Whether a tensor that is not empty, of one of WEIGHT_DTYPES, has only values within these bounds. No is said of
-    all floats of one byte.
+    """Whether a tensor that is not empty has only values within these bounds; False for all floats of one byte.
 
-    Each call of PyTorch gives Python's lock away, and waits for it where other threads work: files have hundreds of
+    PyTorch is called once: each call waits for Python's lock where other threads work, and files have hundreds of
     scales.
     """
     if values.dtype.itemsize == 1:
