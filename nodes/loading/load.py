@@ -34,8 +34,7 @@ from .operations import int8_operations
 from .summary import floats_name
 
 _RUNS_IN = "INT8 DiT runs in {}"
-_TAKEN_OFF = {"PixelDiTT2I": "core."}
-"""What names begin with in files, by kind of model, where ComfyUI takes it off and does not put it on again."""
+_TAKEN_OFF = {"PixelDiTT2I": "core."}  # prefixes of files, by kind of model, that ComfyUI does not put on again
 
 
 def load_int8_model(
@@ -47,15 +46,13 @@ def load_int8_model(
     anywhere: bool = False,
     memory: str = INT8,
 ) -> ModelPatcher:
-    """A MODEL from a diffusion model file: INT8 files as they are, float, FP8 and GGUF files quantized while loading.
+    """Return a MODEL of a diffusion model file: INT8 as it is, floats, FP8 and GGUF quantized while loading.
 
-    With `memory` AS_STORED the weights in fewer bits that kernels read (GGUF's blocks, the codes of W4A8 and W6A8) stay
-    what they are, and become INT8 in front of each product. AUTO decides it: see choose_memory.
-
-    `kernel` is one of kernels.KERNEL_CHOICES; `disable_dynamic` is ComfyUI's, for loads without dynamic VRAM. Where the
-    path of a linear is bf16 and the whole model fits the device in bf16, its weight is not INT8: the device is
-    ComfyUI's default, or with `anywhere` each that the machine has. `branch` chooses of a file with two models, and the
-    file at `base_path` completes one with a part of a model; other files are read without them.
+    With `memory` AS_STORED, weights in fewer bits that kernels read stay what they are, and become INT8 in front of
+    each product; with AUTO, choose_memory decides. `kernel` is one of kernels.KERNEL_CHOICES: a linear whose path is
+    bf16 is not INT8 where the whole model fits in bf16, on ComfyUI's default device or with `anywhere` on each of the
+    machine. `branch` chooses of a file with two models; the file at `base_path` completes a part of one.
+    `disable_dynamic` is ComfyUI's.
 
     Raises ValueError naming the file for anything that cannot be loaded, RuntimeError where `kernel` demands what the
     card cannot do.
@@ -99,7 +96,7 @@ def build_model(
     plan: LoadPlan,
     disable_dynamic: bool = False,
 ) -> ModelPatcher:
-    """ComfyUI's loader with linears that hold what `plan` says, plus the warning for a bf16 fallback.
+    """Have ComfyUI's loader build a MODEL whose linears hold what `plan` says, and that warns of a bf16 fallback.
 
     Raises ValueError for tensors it does not recognise, and naming the first that the model needs and does not get.
     """
@@ -133,7 +130,7 @@ def build_model(
 
 
 def file_metadata(model: BaseModel) -> dict[str, str]:
-    """What ComfyUI needs to know of a BaseModel's architecture and cannot see in its tensors, as metadata of its file.
+    """Return what ComfyUI cannot see of a BaseModel's architecture in its tensors, as metadata of its file.
 
     Some families (LTX-Video, Wan) have it in a "config" there, which ComfyUI does not keep: this is what it made of it.
     """
@@ -146,7 +143,7 @@ def file_metadata(model: BaseModel) -> dict[str, str]:
 
 
 def tensors_of_file(model: BaseModel, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A diffusion model file's tensors, made of those of `model.diffusion_model`, a ComfyUI BaseModel's.
+    """Return the tensors of a BaseModel's file, made of those of its diffusion model.
 
     Beside them are the marks of how the model predicts, and the few conditioners that ComfyUI loads with it.
     """
@@ -175,7 +172,7 @@ def build_like(
     plan: LoadPlan,
     disable_dynamic: bool = False,
 ) -> ModelPatcher:
-    """A MODEL of the same kind as `model`, a BaseModel, from tensors named as its diffusion model's.
+    """Return a MODEL of the same kind as a BaseModel, from tensors named as its diffusion model's.
 
     Raises ValueError if ComfyUI takes those for another kind: it may have read from other parts of a checkpoint how the
     model predicts.
@@ -195,7 +192,7 @@ def build_like(
 
 
 def rebuild_int8_model(model: BaseModel, kernel: str, disable_dynamic: bool = False) -> ModelPatcher:
-    """A second MODEL with weights of its own, equal to those of `model`, a BaseModel of this pack (multi-GPU)."""
+    """Return a second MODEL with weights of its own, equal to those of a BaseModel of this pack (multi-GPU)."""
     tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in model.diffusion_model.state_dict().items()}
     dtype = model.get_dtype_inference()
     plan = LoadPlan(kernel, dtype, lambda name, weight, _: held_codes(weight, dtype) if is_grouped(weight) else None)

@@ -1,7 +1,8 @@
-"""What the linears of a MODEL hold, and how it is made: decided once, before ComfyUI builds the MODEL."""
+"""Load plans: what the linears of a MODEL hold, and how it is made, decided before ComfyUI builds the MODEL."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,15 +27,12 @@ from ..linears.weight_form import known_form
 Make = Callable[[str, Any, torch.Tensor | None], Any]
 """(module path of a linear; its weight as it was read: float, meta or quantized; what its input is multiplied by, if
 anything) -> the weight to hold, or None for the one that was read."""
-_MOST_JSON = 1 << 16  # bytes
 
 
 class _Way(NamedTuple):
-    """What is done to a weight, in a word, what does it, and whether a product multiplies it as INT8 then."""
-
     doing: str
     make: Make
-    is_int8: bool
+    is_int8: bool  # in a product
 
 
 @dataclass
@@ -48,10 +46,9 @@ class LoadPlan:
         in_floats: (N, K, whether ComfyUI's INT8 could compute it) -> whether an INT8 linear is held in `compute_dtype`.
         file: the name of the file whose tensors these are; empty for those of another MODEL.
         unexplained: the dtypes of its tensors that no weight has.
-        wait: until all that was made is there; raises what went wrong.
-        progress: of what is made; None where the plan has no part in it.
-        missing, unexpected: what of the whole model the state dict lacks, and what it holds beside it; known once the
-            MODEL is built.
+        wait: returns when all that was made is there; raises what went wrong.
+        progress: of what is made.
+        missing, unexpected: what the state dict lacks of the whole model, and holds beside it; set by the loading.
     """
 
     kernel: str
@@ -66,8 +63,8 @@ class LoadPlan:
     unexpected: Sequence[str] = ()
 
     def release(self) -> None:
-        """All is made: wait until it is there, fill the progress bar, and forget what weights are made of, as the plan
-        lives as long as the MODEL's layers."""
+        """Wait for what was made, fill the progress bar, and forget what weights are made of: the MODEL's layers keep
+        the plan."""
         self.wait()
         self.wait, self.make = lambda: None, lambda name, weight, input_scale: None
         if self.progress is not None:
@@ -89,12 +86,11 @@ def checkpoint_plan(
     fits: bool,
     as_stored: bool,
 ) -> LoadPlan:
-    """The plan for a checkpoint, whose layers that become INT8 are quantized per channel.
+    """Return the plan for a checkpoint, whose layers that become INT8 are quantized per channel.
 
-    Weights are computed on the first device, and kept in host memory. Of those that stay as they are stored only what
-    their rows will be scaled by is found. Other weights in GGUF's formats become floats, and other codes of 4 or 6 bits
-    the INT8 weight that they stand for. GGUF's that no linear holds become floats here. Raises ValueError naming one
-    that holds what no weight has.
+    Weights are computed on the first device, and kept in host memory. Of those that stay as they are stored only the
+    scales of rows are found. Other GGUF weights become floats, here where no linear holds them, and other codes of 4 or
+    6 bits the INT8 weight that they stand for. Raises ValueError naming a weight that holds what none has.
 
     Args:
         devices: where the MODEL may run.
@@ -102,7 +98,6 @@ def checkpoint_plan(
         as_stored: whether weights in fewer bits that a kernel reads stay what they are.
     """
     tensors, device, to_host = checkpoint.tensors, devices[0], HostCopies()
-    odd = {name: tensor.dtype for name, tensor in tensors.items() if _odd(tensor)}
     configs = quant_config.configs_in(tensors)
     # A file that holds INT8, perhaps in fewer bits, has its floats for a reason. W4A4 is computed by ComfyUI.
     whole = any(config.get("format") in (*quant_config.INT8_FORMATS, quant_config.W4A4) for config in configs.values())
@@ -113,8 +108,7 @@ def checkpoint_plan(
         return fits and all(choose_path(at, kernel, (n, k), ways).kind == BF16 for at in devices)
 
     def planned(name: str, weight: Any) -> _Way | None:
-        """What is done to a weight, in the file or as ComfyUI read it; None for one that is held as ComfyUI reads
-        it."""
+        """Return what is done to a weight, in the file or as ComfyUI read it; None for one that is held as that."""
         kind = stored_kind(weight)
         stays = as_stored and can_stay(weight) and weight.nbytes >= SMALLEST_STORED
         linear = is_quantizable(name, tuple(weight.shape))
@@ -176,18 +170,16 @@ def checkpoint_plan(
             tensors[key] = to_host(values.to(compute_dtype))
             progress.step("decoding layer")
         to_host.wait()  # ComfyUI may copy them
-    unexplained = {name: dtype for name, dtype in odd.items() if name.rpartition(".")[0] not in configs}
+    unexplained = {name: t.dtype for name, t in tensors.items() if _odd(t) and name.rpartition(".")[0] not in configs}
     return LoadPlan(kernel, compute_dtype, make, in_floats, checkpoint.name, unexplained, to_host.wait, progress)
 
 
 def _odd(tensor: torch.Tensor) -> bool:
-    """Whether no weight has a tensor's dtype, and it is no option of a module, which newer ComfyUIs have in files."""
+    """Whether no weight has a tensor's dtype, and it is no JSON: newer ComfyUIs have options of modules in files."""
     if tensor.dtype in WEIGHT_DTYPES or is_gguf(tensor):
         return False
-    if tensor.dtype != torch.uint8 or tensor.ndim != 1 or tensor.numel() > _MOST_JSON:
-        return True
-    try:
-        json.loads(tensor.numpy().tobytes())
-    except (RecursionError, ValueError):
-        return True
-    return False
+    if tensor.dtype == torch.uint8 and tensor.ndim == 1 and tensor.numel() <= 1 << 16:
+        with suppress(RecursionError, ValueError):
+            json.loads(tensor.numpy().tobytes())
+            return False
+    return True

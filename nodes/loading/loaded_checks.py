@@ -1,11 +1,11 @@
-"""Whether a model got all its tensors, and whether what it holds in floats is what a trained model can hold.
+"""Checks of a built model: that it got all its tensors, and holds floats that a trained model can hold.
 
 ComfyUI goes on without a tensor, with whatever lay in memory. The checks of a file know weights, biases and quantized
-layers by their names. Models have more: modulations, tables, positions, tokens. What those are, only the built model
-says.
+layers by their names. Only the built model says what else it has: modulations, tables, positions, tokens.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import comfy.model_management
@@ -16,7 +16,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ..comfyui.patcher import CALLBACK_KEY, DIFFUSION_MODEL, weight_below_patches
 from ..files.attention_choices import CONFIG
-from ..files.block_lists import AGAIN, block_of, check_lists
+from ..files.block_lists import AGAIN, block_of, check_lists, lists_in
 from ..files.holding import is_gguf
 from ..files.quant_config import marked_layers
 from ..files.reading.values import WEIGHT_DTYPES, check_finite
@@ -33,15 +33,15 @@ _INDICES = (torch.int64, torch.bool)  # of buffers. No damage makes them of floa
 def check_loaded(model: ModelPatcher, names: Collection[str], operations: type, plan: LoadPlan) -> None:
     """Raise ValueError naming the first tensor that a loaded MODEL lacks, or of a file's that no trained model has.
 
-    `model` was just built, with `operations` and `plan`, of tensors of these `names`. On a card, large tensors are
-    checked there when a sampling begins, which then raises it: on the host it would take long.
+    `model` was just built, with `operations` and `plan`, of tensors of these `names`. Large tensors are checked on the
+    card when a sampling begins, which then raises it: on the host it would take long.
     """
     module = model.model.diffusion_model
     computed = {name for name, held in module.named_buffers() if held.numel() == 0 or _COMPUTED.fullmatch(name)}
     linears = (operations.Linear, getattr(operations, "MoEExperts", operations.Linear))
     unset = [f"{name}.weight" for name, m in module.named_modules() if isinstance(m, linears) and m.weight is None]
     needed = [name for name in (*unset, *plan.missing) if name not in computed and not _MAY_BE_MISSING.match(name)]
-    # Of layers' choices an older ComfyUI knows nothing, and a model lacks none of them.
+    # An older ComfyUI knows no layers' choices of attention, and a model lacks none of them.
     unexpected = [name for name in plan.unexpected if not name.endswith(CONFIG)]
     known = {*names, *unexpected}  # which ComfyUI may have renamed
     lacking = list(dict.fromkeys([*needed, *_overlooked(unexpected, known)]))
@@ -54,19 +54,16 @@ def check_loaded(model: ModelPatcher, names: Collection[str], operations: type, 
 
 
 def unscaled_codes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of marked layers of a state dict, by layer, that may be those of no linear: what ComfyUI holds of
-    them is to be compared."""
-    weights = {layer: tensors.get(f"{layer}.weight") for layer in marked_layers(tensors)}
-    return {
-        layer: weight
-        for layer, weight in weights.items()
-        if weight is not None and not is_gguf(weight) and (weight.ndim > 3 or weight.numel() <= _AT_ONCE)
-    }
+    """Return the weights of marked layers, by layer, that `check_scaled` compares: they may be those of no linear."""
+    weights = {layer: tensors[f"{layer}.weight"] for layer in marked_layers(tensors) if f"{layer}.weight" in tensors}
+    return {k: w for k, w in weights.items() if not is_gguf(w) and (w.ndim > 3 or w.numel() <= _AT_ONCE)}
 
 
 def check_scaled(model: ModelPatcher, codes: Mapping[str, torch.Tensor], operations: type) -> None:
-    """Raise ValueError naming the first layer of a loaded MODEL that holds `unscaled_codes` as if they were weights:
-    ComfyUI scales those of some classes of layers, and convolutions are not among them."""
+    """Raise ValueError naming the first layer of a loaded MODEL that holds `unscaled_codes` as if they were weights.
+
+    ComfyUI scales those of some classes of layers, and convolutions are not among them.
+    """
     modules = dict(model.model.diffusion_model.named_modules())
     for layer, weight in codes.items():
         module = modules.get(layer)
@@ -82,25 +79,23 @@ def check_scaled(model: ModelPatcher, codes: Mapping[str, torch.Tensor], operati
 
 
 def _overlooked(unexpected: Sequence[str], names: Collection[str]) -> Iterator[str]:
-    """What ComfyUI may have looked for to tell which parts a model has, so that it built the model without the part.
+    """Yield what a file may lack of a part that ComfyUI therefore built the model without.
 
     Files hold tensors that their model does not need. But a bias without its weight, and what all blocks but an earlier
     one have, are what is left of something that it does.
     """
-    having: dict[tuple[str, str], set[int]] = {}
+    having: dict[tuple[str, str], set[int]] = defaultdict(set)
     for name in unexpected:
         weight = f"{name.removesuffix('.bias')}.weight"
         if name.endswith(".bias") and weight not in names:
             yield weight
         if block := block_of(name):
-            having.setdefault((block[0], block[2]), set()).add(block[1])
-    blocks: dict[str, set[int]] = {}
-    for block in filter(None, map(block_of, names)):
-        blocks.setdefault(block[0], set()).add(block[1])
+            having[block[0], block[2]].add(block[1])
+    blocks = lists_in(names)
     for (before, after), those in having.items():
         # By their number first: a file can have many thousands of such names.
         if len(those) > 1 and len(blocks[before]) - len(those) == 1:
-            (without,) = blocks[before] - those
+            (without,) = blocks[before].keys() - those
             if without < max(those):
                 yield f"{before}{without}{after}"
 
@@ -108,8 +103,8 @@ def _overlooked(unexpected: Sequence[str], names: Collection[str]) -> Iterator[s
 def _check_blocks(module: torch.nn.Module, unexpected: Sequence[str], names: Collection[str]) -> None:
     """Raise ValueError for blocks that a file has and the model has not.
 
-    ComfyUI counts the blocks of a list up to the first that the file lacks, or reads their number in its metadata. Of a
-    list that lacks its first one it makes none, and often not even the list.
+    ComfyUI counts blocks up to the first that the file lacks, or reads their number in its metadata. Of a list that
+    lacks its first one it makes none, and often not even the list.
     """
     unbuilt = []  # of lists that are not there
     for name in unexpected:

@@ -1,8 +1,7 @@
-"""The layer classes a model is built with (ComfyUI's `custom_operations`): its own, with the product of linears
-replaced.
+"""The layer classes that a model is built of: ComfyUI's `custom_operations`, with another product of linears.
 
-ComfyUI keeps owning the weight: loading, offloading, dynamic VRAM, LoRA and saving all see its QuantizedTensor. This
-module only decides what a linear holds after loading and how it multiplies.
+ComfyUI keeps owning the weight: loading, offloading, dynamic VRAM, LoRA and saving all see its QuantizedTensor. Decided
+here is only what a linear holds after loading and how it multiplies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,18 +28,17 @@ from .load_plan import LoadPlan
 
 
 def int8_operations(plan: LoadPlan) -> type:
-    """An operations class for one model, whose linears hold what `plan` says.
+    """Return an operations class for one model, whose linears hold what `plan` says.
 
     Loading raises ValueError for a weight of another shape than its layer's.
     """
     kernel, compute_dtype = plan.kernel, plan.compute_dtype
     base = quantized_operations(compute_dtype)
-    arguments = arguments_of(base.Linear.forward)
 
     class INT8Operations(base):
         class Linear(INT8Linear, base.Linear):
             int8_kernel = kernel
-            own_arguments = arguments
+            own_arguments = arguments_of(base.Linear.forward)
             dequantized = False  # whether the state dict had an INT8 weight of which a float one is held
             config: Mapping[str, Any] = {}  # of the state dict, as long as the weight is what it says
 
@@ -48,9 +46,9 @@ def int8_operations(plan: LoadPlan) -> type:
                 self.dequantized = False
                 plan.missing, plan.unexpected = args[2:4]  # PyTorch's: one list for all modules
                 weight = state_dict.get(f"{prefix}weight")
-                self.config = (
-                    quant_config_in(weight) if is_grouped(weight) else quant_config.of_layer(state_dict, prefix)
-                )
+                said = state_dict.get(f"{prefix}{quant_config.QUANT_CONFIG}")
+                said = {} if said is None else quant_config.decode_config(said)
+                self.config = quant_config_in(weight) if is_grouped(weight) else said
                 is_int8_in_file = self.config.get("format") in quant_config.INT8_FORMATS
                 read, needed = weight, (self.out_features, self.in_features)
                 if is_int8_in_file or is_stored(weight):
@@ -69,11 +67,10 @@ def int8_operations(plan: LoadPlan) -> type:
                         f"{prefix}weight has shape {list(weight.shape)}, but the model needs {list(needed)}"
                     )
                 if is_int8_in_file:
-                    made, of_file = int8_weight_of(pieces, self.config, compute_dtype), True
+                    made = int8_weight_of(pieces, self.config, compute_dtype)
                 else:
                     input_scale = getattr(self, "pre_quant_scale", None)
                     made = plan.make(prefix.removesuffix("."), read, input_scale)
-                    of_file = is_grouped(read) and is_int8(made)
                     if made is not None:
                         if input_scale is not None:
                             self.pre_quant_scale = None  # the weight has the factors now
@@ -84,10 +81,10 @@ def int8_operations(plan: LoadPlan) -> type:
                         held = HeldWeight(stored(read), layout_of(read), read.params)
                         self.weight = torch.nn.Parameter(held, requires_grad=False)
                 if made is not None:
-                    self._hold(made, of_file)
+                    self._hold(made, is_int8_in_file or (is_grouped(read) and is_int8(made)))
 
             def _hold(self, weight: Any, of_file: bool) -> None:
-                """Hold a weight that was made; of an INT8 one of the file perhaps the floats that it stands for."""
+                """Hold a weight that was made, or of an INT8 one of the file perhaps the floats that it stands for."""
                 if of_file:
                     native = native_computes(weight.params.smooth, weight.params.activation_bits)
                     self.dequantized = plan.in_floats(self.out_features, self.in_features, native)
@@ -160,7 +157,7 @@ def int8_operations(plan: LoadPlan) -> type:
 
 
 def _uncast_where_resident(own: Any, norm: Callable[..., torch.Tensor], parameters: Sequence[str]) -> type:
-    """A class of norms like `own`, one of ComfyUI's, that computes as PyTorch's does where nothing is to be cast."""
+    """Return a class of norms like ComfyUI's `own` that computes as PyTorch's does where nothing is to be cast."""
 
     class Norm(own):
         def forward(self, input, *args, **kwargs):
@@ -184,8 +181,7 @@ def _uncast_where_resident(own: Any, norm: Callable[..., torch.Tensor], paramete
 
 def _is_resident(layer: Any, input: Any) -> bool:
     """Whether a layer in floats can multiply as it is: ComfyUI's operations for quantized models cast each weight in
-    each call, which keeps a fast card waiting.
-    """
+    each call, which keeps a fast card waiting."""
     if torch.compiler.is_compiling() or layer.weight_function or layer.bias_function:
         return False
     if type(input) not in _ACTIVATIONS:

@@ -41,10 +41,10 @@ class Summary:
     """What a MODEL runs, or a CLIP's text encoders.
 
     Attributes:
-        linears: the number of its linears by what they compute with, the INT8 ones first.
-        attention: what its attention computes with; None of text encoders, where the pack has no part in it.
-        int8: the number of its linears that compute in INT8 on this pack's kernel, or on its CPU reference.
-        native: the number of those that `auto` leaves to ComfyUI's own INT8.
+        linears: their number by what they compute with, the INT8 ones first.
+        attention: what it computes with; None of text encoders, where the pack has no part in it.
+        int8: how many linears compute in INT8 on this pack's kernel, or on its CPU reference.
+        native: how many `auto` leaves to ComfyUI's own INT8.
         memory: how its weights in fewer bits are held, and why; empty where nothing was decided.
     """
 
@@ -63,8 +63,7 @@ class Summary:
 
 
 def summarize(model: ModelPatcher) -> Summary:
-    """What the linears of a MODEL, or of a CLIP's text encoders, hold now, and what they and its attention will compute
-    with."""
+    """Return what linears and attention of a MODEL, or of a CLIP's text encoders, will compute with as they are now."""
     modules, usual, past = linears(model), quantizable_linears(model).keys(), past_kernel(model)
     forms = {name: weight_form(module.weight, module) for name, module in modules.items()}
     protects = any(form is not None or getattr(modules[name], "dequantized", False) for name, form in forms.items())
@@ -80,8 +79,8 @@ def summarize(model: ModelPatcher) -> Summary:
 
 
 def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: str | None = None) -> Badge:
-    """What the linears of a MODEL compute with, for the node whose widget says `kernel`. Where that does not run they
-    compute with what is named `otherwise`, by default with the floats of the MODEL."""
+    """Return what linears compute with as the badge of a node whose widget says `kernel`; where that does not run,
+    `otherwise` names it, by default the MODEL's floats."""
     on_gpu = model.load_device.type == "cuda"
     total = sum(summary.linears.values())
     if summary.int8:
@@ -102,9 +101,9 @@ def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: st
 def _kind(
     model: ModelPatcher, name: str, module: CastWeightBiasOp, form: WeightForm | None, usual: bool, protects: bool
 ) -> tuple[int, str]:
-    """What a linear computes with, in words, after its place in the line.
+    """Return a linear's place in the line, and what it computes with, in words.
 
-    `form` is that of its weight. `usual` is whether it would become INT8, `protects` whether others of the MODEL are.
+    `usual` is whether it would become INT8, `protects` whether others of the MODEL are.
     """
     weight = module.weight
     kernel = getattr(model.object_patches.get(class_patch(model, name), type(module)), "int8_kernel", None)
@@ -137,7 +136,7 @@ def _kind(
 
 
 def describe_attention(model: ModelPatcher) -> str:
-    """What a MODEL's attention computes with, in words for the user."""
+    """Return what a MODEL's attention computes with, in words for the user."""
     override = model.model_options["transformer_options"].get(OVERRIDE)
     if override is not None and not isinstance(override, AttentionOverride):
         return "as another node set it"
@@ -159,5 +158,5 @@ def _layers(number: int) -> str:
 
 
 def floats_name(dtype: torch.dtype) -> str:
-    """What the user reads of a type of floats."""
+    """Return what the user reads of a type of floats."""
     return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
