@@ -1,11 +1,10 @@
-"""Q8_CR: native INT8 inside of a GGUF file, as molbal's ComfyUI-GGUF has it. A linear's weight is int8, a tensor beside
-it its scale per row in float32, and an entry of the metadata says how it is rotated.
+"""Q8_CR: native INT8 inside of a GGUF file, as molbal's ComfyUI-GGUF has it. A linear is int8, its scale per row is a
+float32 tensor beside it, and an entry of the metadata says how it is rotated.
 """
 
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import comfy.utils
@@ -28,18 +27,10 @@ KNOWN_ARCHITECTURES = ("krea2", "minimax_h3")
 """What it names as ComfyUI does, beside those of every ComfyUI-GGUF."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PendingINT8(PendingGGUF):
-    """An INT8 weight that is about to be written, and what was done to its channels."""
-
-    transform: ChannelTransform
-
-
 def int8_pieces(model: ModelPatcher) -> dict[str, dict[str, PendingGGUF]]:
-    """What the weights of linears become that are INT8 in the file, by their names in the diffusion model: int8 and
-    scales, by name.
+    """Return the int8 and the scales, by name, of each linear's weight that is INT8 in the file, by its own name.
 
-    Those of a MODEL that are INT8, in fewer bits too, or all that would become INT8 where none is. One that nothing
+    Those are INT8 in the MODEL, in fewer bits too, or all that would become INT8 where none is. One that nothing
     patches stays what it is. Others are rotated and rounded: floats, GGUF's blocks, and what has smoothing factors,
     which the format cannot say. As it knows no activations of 16 bits, weights with these are left out.
     """
@@ -47,15 +38,13 @@ def int8_pieces(model: ModelPatcher) -> dict[str, dict[str, PendingGGUF]]:
     held: dict[str, Any] = {name: weight_below_patches(model, DIFFUSION_MODEL + name) for name in layers}
     forms = {name: weight_form(held[name], layer) for name, layer in layers.items()}
     any_int8 = any(form is not None and not is_gguf(held[name]) for name, form in forms.items())
-    found = {}
-    for name, form in forms.items():
+
+    def becomes_int8(name: str, form: WeightForm | None) -> bool:
         if form is None:
-            becomes = not any_int8 and is_quantizable(name.removesuffix(".weight"), tuple(held[name].shape))
-        else:
-            becomes = form.unsmoothed.activation_bits == 8
-        if becomes:
-            found[name] = _pieces(model, name, held[name], form)
-    return found
+            return not any_int8 and is_quantizable(name.removesuffix(".weight"), tuple(held[name].shape))
+        return form.unsmoothed.activation_bits == 8
+
+    return {name: _pieces(model, name, held[name], form) for name, form in forms.items() if becomes_int8(name, form)}
 
 
 def _pieces(model: ModelPatcher, name: str, held: Any, form: WeightForm | None) -> dict[str, PendingGGUF]:
@@ -76,20 +65,19 @@ def _pieces(model: ModelPatcher, name: str, held: Any, form: WeightForm | None) 
             q, scale = as_held.operands(held if as_held.kind is None else held.to(model.load_device))
         return {name: q.cpu(), scale_name: scale.float().reshape(-1, 1).expand(rows, 1).cpu()}
 
-    weight = _PendingINT8((rows, channels), "I8", lambda: made().pop(name), transform=transform)
+    weight = PendingGGUF((rows, channels), "I8", lambda: made().pop(name), transform)
     return {name: weight, scale_name: PendingGGUF((rows, 1), "F32", lambda: made().pop(scale_name))}
 
 
 def int8_metadata(tensors: Mapping[str, PendingGGUF]) -> dict[str, str]:
-    """What a file's metadata say of its INT8 weights, which are tensors by their names there."""
+    """Return what a file's metadata say of its INT8 weights, which are among these tensors by their names there."""
+    transforms = {name: tensor.transform for name, tensor in tensors.items() if tensor.transform is not None}
     said, configs = {}, {}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, _PendingINT8):
-            continue
-        group = tensor.transform.rotation_group
+    for name, transform in transforms.items():
+        group = transform.rotation_group
         config = {"format": NATIVE_FORMAT, "convrot": group is not None, "weight_rotated": group is not None}
         config |= {"per_row": True} | ({} if group is None else {"convrot_groupsize": group})
         said[INT8_CONFIG + name] = json.dumps(config)
         key = f"{name.removesuffix('.weight')}.{quant_config.QUANT_CONFIG}"
-        configs[key] = quant_config.encode_config(tensor.transform)
+        configs[key] = quant_config.encode_config(transform)
     return said | quant_config.as_metadata(configs) if said else {}

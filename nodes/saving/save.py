@@ -51,9 +51,6 @@ SAVED_TYPES = {
 }
 """The formats that linears in a GGUF file can be saved in, and what llama.cpp calls such a file."""
 
-_OTHERWISE = "Q8_0"  # for rows that do not divide into the blocks of another format
-_MOST_ROUNDING = 2.0**-9  # what bf16 loses of a value at most
-
 _ARCHITECTURES = {
     "sd1": ("SD15",),
     "sdxl": ("SDXL",),
@@ -76,15 +73,15 @@ _ARCHITECTURES = {
 def save_int8_model(
     model: ModelPatcher, destination: str | Iterable[str], workflow: Mapping[str, str], fold_factors: bool = False
 ) -> str:
-    """Write a MODEL with INT8 linears, its patches applied, as one safetensors file with plain module names.
+    """Write a MODEL with INT8 linears, its patches applied, as one safetensors file with plain names; return its path.
 
     Weights that are held in 4 or 6 bits stay in them, but for those that patches change: they become INT8.
 
-    `destination` is a new file's path, or several of which the first free one is taken. `workflow` is what the file's
-    metadata says of it. Returns the file's path.
-
-    With `fold_factors` smoothing factors go into the layers before, and the file is a plain native one, unless layers
-    have activations of 16 bits: then a warning says that other loaders refuse it.
+    Args:
+        destination: a new file's path, or several of which the first free one is taken.
+        workflow: what the file's metadata say of it.
+        fold_factors: whether smoothing factors go into the layers before. The file is then a plain native one, or a
+            warning says that other loaders refuse it, since layers have activations of 16 bits.
 
     Raises ValueError if the MODEL holds no INT8 weight, or something that is in no weight, or is of no kind that files
     have, or naming a layer whose factors cannot be folded, or for a header that readers refuse; `write_new_file`'s
@@ -126,7 +123,7 @@ def save_int8_model(
 
 
 def _narrowed(key: str, tensor: torch.Tensor | PendingTensor) -> torch.Tensor | PendingTensor:
-    """Half the size where that loses nothing: on a CPU, ComfyUI holds what came from a bf16 file as float32."""
+    """Return bf16 of float32 where that loses nothing: on a CPU, ComfyUI holds what came from a bf16 file so."""
     is_parameter_of_int8 = key.rpartition(".")[2] in quant_config.FLOAT32_PARTS
     if isinstance(tensor, PendingTensor) or tensor.dtype != torch.float32 or is_parameter_of_int8:
         return tensor
@@ -137,16 +134,15 @@ def _narrowed(key: str, tensor: torch.Tensor | PendingTensor) -> torch.Tensor | 
 def save_gguf_model(
     model: ModelPatcher, destination: str | Iterable[str], workflow: Mapping[str, str], type: str
 ) -> str:
-    """Write a MODEL, its patches applied, as one GGUF file with plain module names, and return the file's path.
+    """Write a MODEL, its patches applied, as one GGUF file with plain names, and return the file's path.
 
-    All linears are in the format `type`, a key of SAVED_TYPES; where its blocks do not divide the rows, in Q8_0, or
-    else in F16. Of Q8_CR are those that `int8_pieces` names, and the others F16. Other tensors are F16, or F32 where
-    they have one dimension or F16 would not hold their values. What the MODEL holds in that format already, and no
-    patch changes, is written as it is.
+    Linears are in the format `type`, a key of SAVED_TYPES; where its blocks do not divide the rows, in Q8_0, or else in
+    F16. Of Q8_CR are those that `int8_pieces` names. Other tensors are F16, or F32 where they have one dimension or F16
+    would not hold their values. What the MODEL holds in that format already, and no patch changes, is written as it is.
 
-    `destination` and `workflow` are as for `save_int8_model`, and so are the OSErrors and the cancel. Raises ValueError
-    naming a tensor that cannot be read or written, for something that is in no weight, or for a kind that no file has;
-    ImportError without the package gguf. The file is then not there.
+    The other arguments, OSErrors and the cancel are `save_int8_model`'s. Raises ValueError naming a tensor that cannot
+    be read or written, for something that is in no weight, or for a kind that no file has; ImportError without the
+    package gguf. The file is then not there.
     """
     check_runs_as_stored(model)
     check_known(model.model)
@@ -165,7 +161,7 @@ def save_gguf_model(
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Let a ValueError say which tensor it is about."""
+    """Have a ValueError say which tensor it is about."""
     try:
         yield
     except ValueError as error:
@@ -173,8 +169,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def architecture_name(model: BaseModel, others: Collection[str] = ()) -> str:
-    """What `general.architecture` says of a model of ComfyUI's; warns where ComfyUI-GGUF has no name for it, and it is
-    none of `others`."""
+    """Return a model's `general.architecture`; warn where ComfyUI-GGUF does not know it, and it is none of `others`."""
     names = [kind.__name__ for kind in type(model.model_config).__mro__]
     known = [name for kind in names for name, kinds in _ARCHITECTURES.items() if kind in kinds]
     if known:
@@ -191,8 +186,7 @@ def architecture_name(model: BaseModel, others: Collection[str] = ()) -> str:
 
 
 def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
-    """What is to be written, by the name that it has in a file: each weight once, and not the scales that a quantized
-    one is stored with."""
+    """Return what is to be written, by name in the file: weights, and no scales that quantized ones are stored with."""
     layers = linears(model)
     for name, layer in layers.items():
         weight: Any = layer.weight
@@ -239,14 +233,13 @@ def _of_model(model: ModelPatcher, name: str, in_blocks: bool, type: str) -> Pen
 
 
 def _fitting(shape: tuple[int, ...], type: str) -> str | None:
-    """The best format whose blocks divide the rows of a linear's weight; None where there is none, and for Q8_CR."""
-    wanted = (type, _OTHERWISE) if type in GGUF_FORMATS else ()
-    formats = (name for name in wanted if shape[-1:] and shape[-1] % GGUF_FORMATS[name].weights == 0)
-    return next(formats, None)
+    """Return the best format whose blocks divide a linear's rows; None where there is none, and for Q8_CR."""
+    wanted = (type, "Q8_0") if type in GGUF_FORMATS else ()
+    return next((name for name in wanted if shape[-1:] and shape[-1] % GGUF_FORMATS[name].weights == 0), None)
 
 
 def _warn_of_patches_on_rounded(model: ModelPatcher, type: str) -> None:
-    """Warn, once, if a patch changes weights that may round back to the values that they had in another GGUF file."""
+    """Warn, once, if a patch changes weights that may round back to their values of another GGUF file."""
     formats = gguf_formats_of(model)
     for name, layer in linears(model).items():
         before, after = formats.get(f"{name}.weight"), _fitting(tuple(layer.weight.shape), type)
@@ -267,23 +260,13 @@ def _warn_of_patches_on_rounded(model: ModelPatcher, type: str) -> None:
 
 def _plain(read: Callable[[], torch.Tensor]) -> PendingGGUF:
     value = read()
-    if not value.is_floating_point():
-        dtype = value.dtype
-    elif bool(torch.isfinite(value).all()):
-        dtype = torch.float16 if _fits_half(value) else torch.float32
-    else:
-        raise ValueError("it has a NaN or Inf, which its patches (a LoRA?) may have made")
+    dtype = value.dtype
+    if value.is_floating_point():
+        if not bool(value.isfinite().all()):
+            raise ValueError("it has a NaN or Inf, which its patches (a LoRA?) may have made")
+        values, norm = value.float(), torch.linalg.vector_norm
+        half = values.half().float()
+        # Biases and norms are F32 in every GGUF file, and so is what F16 rounds to Inf, or by more than bf16 does.
+        fits = value.ndim > 1 and half.isfinite().all() and norm(half - values) <= 2.0**-9 * norm(values)
+        dtype = torch.float16 if fits else torch.float32
     return PendingGGUF(tuple(value.shape), plain_type(dtype), lambda: read().to(dtype))
-
-
-def _fits_half(value: torch.Tensor) -> bool:
-    """Whether F16 holds a tensor: nothing becomes Inf, and what small values lose is no more than in bf16.
-
-    Tensors of one dimension, biases and norms, are F32 in every GGUF file.
-    """
-    if value.ndim < 2:
-        return False
-    value = value.float()
-    half = value.half().float()
-    norm = torch.linalg.vector_norm
-    return bool(torch.isfinite(half).all()) and bool(norm(half - value) <= _MOST_ROUNDING * norm(value))

@@ -1,8 +1,8 @@
-"""A new file: whole or not there, never over another, whoever else saves into the same folder or is killed there.
+"""New files: whole or not there, never over another, whoever else saves into the same folder or is killed there.
 
-It is written beside its place under a name of its own, brought to the disk, and then given its name. Until then it is
-locked; on Windows any open file is. The system unlocks that of a killed writer, and the next one to save into the
-folder removes it.
+A file is written beside its place under a temporary name, brought to the disk, and then given its name. Until then it
+is locked; on Windows any open file is. The system unlocks that of a killed writer, and the next to save there removes
+it.
 """
 
 import contextlib
@@ -47,9 +47,8 @@ def write_new_file(
         tensors: by name how many bytes each has, and what makes it, once, when its turn comes.
         alignment: bytes that each tensor is filled up to a multiple of.
 
-    Raises OSError that names the file and says what to do: FileExistsError if every path is taken, others if the disk
-    is full, a quota is exceeded, the file is too large or the disk fails. ValueError naming a tensor that has other
-    bytes than announced.
+    Raises OSError that names the file and says what to do, FileExistsError where every path is taken; ValueError naming
+    a tensor that has other bytes than announced.
     """
     progress = Progress(len(tensors))
     total = len(header) + sum(size + -size % alignment for size, _ in tensors.values())
@@ -114,10 +113,9 @@ def _is_free(path: str) -> bool:
 def _name(temporary: str, path: str) -> None:
     """Give a finished file its name. Raises FileExistsError if another file has it.
 
-    Without hard links, as on exFAT, Windows' rename refuses to overwrite. It also refuses while another program has the
-    file open, such as a virus scanner that looks at a new file: then it is tried again. The rename of other systems
-    overwrites, so writers of this pack take turns there; a foreign program must not choose the name in the same
-    microseconds.
+    Without hard links, as on exFAT, it is renamed. Windows refuses to overwrite, and to rename what another program has
+    open, such as a virus scanner: then it is tried again. Other systems overwrite, so writers of this pack take turns;
+    a foreign program must not choose the name in the same microseconds.
     """
     end = time.monotonic() + _SCANNER_SECONDS
     try:

@@ -1,10 +1,10 @@
 """Writing safetensors and GGUF files tensor by tensor: bounded memory, a cancel between tensors, a new file or none.
 
-The package safetensors serializes all tensors at once, which for a model means a second copy in memory and no moment at
-which the user's cancel could be heard. The package gguf says how types are numbered. It would write the values from one
-dict of arrays, and what stands in front of them only to a file. Here that is made in memory, by the format's
-specification: magic, version, number of tensors and of metadata entries (uint32, uint64), the entries, and of each
-tensor name, dimensions, type and offset. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The package safetensors serializes all tensors at once: a second copy of a model in memory, and no moment at which the
+user's cancel is heard. The package gguf numbers types, but would write the values from one dict of arrays, and a header
+only to a file. Here the header is made in memory, by the format's specification: magic, version, number of tensors and
+of metadata entries (uint32, uint64), the entries, and of each tensor name, dimensions, type and offset.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import json
@@ -16,14 +16,11 @@ from functools import partial
 
 import torch
 
+from ....kernels import ChannelTransform
 from ..reading.gguf_package import ORIGINAL_SHAPE, gguf_package
 from .new_file import Make, write_new_file
 
-_ELSEWHERE = "workflow."
-# ComfyUI reads these of a model file; all that begins so is this pack's.
-_READ = ("config", "format", "tae_latent_channels", "_quantization_metadata")
-_OWN = "int8_dit_"
-
+_READ = ("config", "format", "tae_latent_channels", "_quantization_metadata")  # by ComfyUI, of a model file
 _MOST_HEADER_BYTES = 100_000_000  # safetensors refuses to read more
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -49,22 +46,22 @@ _PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8")  # as safetens
 
 
 def with_workflow(own: Mapping[str, str], workflow: Mapping[str, str]) -> dict[str, str]:
-    """The metadata of a new file: the pack's entries, and those of a workflow, which may have any keys.
+    """Return the metadata of a new file: the pack's entries, and those of a workflow, which may have any keys.
 
-    Keys that mean something to a loader get a prefix. So do all with a dot, such as `general.alignment`: GGUF's own
-    have one.
+    Keys that mean something to a loader get a prefix, and so do all with a dot, as GGUF's own have
+    (`general.alignment`).
     """
     entries = {}
     for key, text in workflow.items():
-        is_read = key in own or key in _READ or key.startswith(_OWN) or "." in key
+        is_read = key in own or key in _READ or key.startswith("int8_dit_") or "." in key
         # JSON may have half a character in a key, and no file can.
-        entries[(_ELSEWHERE + key if is_read else key).encode(errors="replace").decode()] = text
+        entries[(f"workflow.{key}" if is_read else key).encode(errors="replace").decode()] = text
     return {**entries, **own}
 
 
 class PendingTensor:
-    """Stands in for a tensor in a state dict that is about to be written: it has the shape and dtype of another, and
-    `make` gives its values, once, when it is written."""
+    """Stands in for a tensor in a state dict: like another in shape and dtype, with values that `make` gives once, when
+    it is written."""
 
     def __init__(self, like: "torch.Tensor | PendingTensor", make: Make) -> None:
         self.shape, self.dtype, self._make = like.shape, like.dtype, make
@@ -82,12 +79,10 @@ def write_safetensors(
     tensors: Mapping[str, torch.Tensor | PendingTensor],
     metadata: dict[str, str],
 ) -> str:
-    """Write `tensors` to a new file in the safetensors format, one at a time, and return its path.
+    """Write `tensors` to a new safetensors file, one at a time, and return its path.
 
-    Each tensor is moved to host memory only when its turn comes (a lazily patched one is computed then). `destination`
-    and the OSErrors are `write_new_file`'s.
-
-    Raises ValueError for a dtype the format lacks, and for a header that readers refuse.
+    A tensor is moved to host memory, or computed, only when its turn comes. `destination` and the OSErrors are
+    `write_new_file`'s. Raises ValueError for a dtype the format lacks, and for a header that readers refuse.
     """
     header: dict[str, dict] = {"__metadata__": metadata}
     made, end = {}, 0
@@ -99,22 +94,16 @@ def write_safetensors(
         made[name] = end - begin, partial(tensor.to, "cpu")
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    _check_header(encoded, metadata)
+    if len(encoded) > _MOST_HEADER_BYTES:
+        sizes = {f"its metadata entry {key!r}": len(json.dumps(text)) for key, text in metadata.items()}
+        sizes["the list of its tensors"] = len(encoded) - sum(sizes.values())
+        largest = max(sizes, key=sizes.__getitem__)
+        raise ValueError(
+            f"the file's header would have {len(encoded) / 1e6:.1f} MB, and readers take "
+            f"{_MOST_HEADER_BYTES / 1e6:g} MB. Most of it is {largest} ({sizes[largest] / 1e6:.1f} MB). Make that "
+            "smaller; a workflow is left out where ComfyUI runs with --disable-metadata. Nothing was saved"
+        )
     return write_new_file(destination, len(encoded).to_bytes(8, "little") + encoded, made)
-
-
-def _check_header(encoded: bytes, metadata: Mapping[str, str]) -> None:
-    """Raise ValueError, naming the largest entry, for a header that readers would refuse."""
-    if len(encoded) <= _MOST_HEADER_BYTES:
-        return
-    sizes = {f"its metadata entry {key!r}": len(json.dumps(text)) for key, text in metadata.items()}
-    sizes["the list of its tensors"] = len(encoded) - sum(sizes.values())
-    largest = max(sizes, key=sizes.__getitem__)
-    raise ValueError(
-        f"the file's header would have {len(encoded) / 1e6:.1f} MB, and readers take {_MOST_HEADER_BYTES / 1e6:g} MB. "
-        f"Most of it is {largest} ({sizes[largest] / 1e6:.1f} MB). Make that smaller; a workflow is left out where "
-        "ComfyUI runs with --disable-metadata. Nothing was saved"
-    )
 
 
 @dataclass(frozen=True)
@@ -125,15 +114,17 @@ class PendingGGUF:
         shape: as the model has it.
         type: ggml's name of the type, such as Q4_K or F16.
         make: gives its values once: uint8 blocks, or numbers of that type.
+        transform: of an INT8 weight, what was done to its channels.
     """
 
     shape: tuple[int, ...]
     type: str
     make: Make
+    transform: ChannelTransform | None = None
 
 
 def plain_type(dtype: torch.dtype) -> str:
-    """The name of a type that is not made of blocks. Raises ValueError for a dtype that GGUF lacks."""
+    """Return GGUF's name of a dtype. Raises ValueError for one that it lacks."""
     name = DTYPE_NAMES.get(dtype)
     if name not in _PLAIN:
         raise ValueError(f"it is {dtype}, which GGUF files cannot hold")
@@ -151,9 +142,8 @@ def write_gguf(
 
     `file_type` is llama.cpp's name of what most tensors are, such as MOSTLY_Q8_0, or None where it has none. `metadata`
     become strings under their own keys, which are none of GGUF's. `destination` and the OSErrors are
-    `write_new_file`'s.
-
-    Raises ValueError for a name that readers cannot hold, ImportError where the package gguf is missing.
+    `write_new_file`'s. Raises ValueError for a name that readers cannot hold, ImportError where the package gguf is
+    missing.
     """
     gguf = gguf_package()
     kinds, text = gguf.GGUFValueType, struct.pack("<I", gguf.GGUFValueType.STRING)
