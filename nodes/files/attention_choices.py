@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 
@@ -10,17 +11,16 @@ CONFIG = ".comfy_attention.config"
 
 
 def choices_in(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The choices among a checkpoint's tensors."""
+    """Return the choices among a checkpoint's tensors."""
     return {key: tensor for key, tensor in tensors.items() if key.endswith(CONFIG)}
 
 
 def check_choices(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError naming the first choice of a checkpoint that is none. Which method it names does not matter."""
     for key, tensor in choices_in(tensors).items():
-        try:
+        config = None
+        with suppress(RecursionError, ValueError):
             config = json.loads(tensor.numpy().tobytes()) if tensor.dtype == torch.uint8 and tensor.ndim == 1 else None
-        except ValueError:
-            config = None
         wishes = config if isinstance(config, list) else [config]
         if not wishes or not all(isinstance(wish, dict) for wish in wishes):
             raise ValueError(

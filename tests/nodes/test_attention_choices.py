@@ -176,7 +176,9 @@ def test_a_second_gpus_copy_keeps_it(small, write, load, preferred):
 
 
 def test_damaged_ones_are_named(write, load):
-    for damaged in (encoded(CHOICE)[:-1], encoded([]), encoded("sage"), torch.full((4,), 255, dtype=torch.uint8)):
+    nested = torch.full((100_000,), ord("["), dtype=torch.uint8)
+    broken = torch.full((4,), 255, dtype=torch.uint8)
+    for damaged in (encoded(CHOICE)[:-1], encoded([]), encoded("sage"), broken, nested):
         with pytest.raises(ValueError, match=f"chosen.safetensors: .*{KEY} is neither a JSON object"):
             load(write({KEY: damaged}))
     with pytest.raises(ValueError, match=f"{KEY} is neither a JSON object"):
