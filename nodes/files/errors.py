@@ -1,4 +1,4 @@
-"""What is wrong with a file ends in a ValueError that names it, whoever finds it; and JSON objects that files hold."""
+"""Errors of files, which name the file whoever finds them; and JSON objects that files hold."""
 
 import json
 import re
@@ -17,15 +17,15 @@ _NAME_OF_PART = re.compile(r"-0*(\d+)-of-0*([2-9]|[1-9]\d+)\.(gguf|safetensors|s
 
 
 class NoModelFile(ValueError):
-    """Of a file that is none of a model, whatever it is called, such as a web page."""
+    """Raised for a file that is none of a model, whatever it is called, such as a web page."""
 
 
 @contextmanager
 def naming_file(name: str) -> Iterator[None]:
-    """ValueError that begins with a file's name, for what is raised inside by code that trusts what it reads.
+    """Raise what code that trusts a file raises inside as a ValueError that begins with the file's name.
 
-    One that does so already passes. Memory that runs out, errors of the disk and of the device, and the user's cancel
-    pass as they are. Of a file whose name is that of a part of a model, this is what is wrong.
+    One that does so already passes, as do memory that runs out, errors of the disk and of the device, and the user's
+    cancel. Of a file whose name is that of a part of a model, this is what is wrong.
     """
     try:
         yield
@@ -43,7 +43,7 @@ def naming_file(name: str) -> Iterator[None]:
 
 
 def json_object(text: str | bytes, most: int) -> dict[str, Any]:
-    """The JSON object that a text of at most `most` characters is. Raises ValueError where it is none."""
+    """Return the JSON object that a text of at most `most` characters is. Raises ValueError where it is none."""
     if len(text) > most:
         raise ValueError(f"not read: it has {len(text)} bytes, and at most {most} are expected")
     try:

@@ -64,7 +64,7 @@ class GGUFLayout(QuantizedLayout):
 
     @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
-        """The weight in `params.orig_dtype`, made by the package gguf where no kernel knows the format."""
+        """Return the weight in `params.orig_dtype`, made by the package gguf where no kernel knows the format."""
         decode = dequantize_gguf if params.gguf_format in GGUF_FORMATS else decode_gguf
         return decode(qdata, params.gguf_format, params.orig_dtype)
 
@@ -90,7 +90,7 @@ class GroupedCodesLayout(QuantizedLayout):
 
     @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
-        """The original weight, free of rotation, in `params.orig_dtype`."""
+        """Return the original weight, free of rotation, in `params.orig_dtype`."""
         q = expand_codes(GroupedCodes(qdata, params.scale, params.codebook, params.group_size))
         transform = ChannelTransform(None, params.convrot_groupsize)
         return dequantize_weight(q, params.s_channel, transform, params.orig_dtype)
@@ -215,8 +215,8 @@ class StoredKind:
         expansion: (weight, scale, what is added) -> the operator that makes int8 [N, K] of it, and its arguments.
             Without anything added the scale is its own. With no scale it makes the floats of a weight that has none.
         held: (weight that was read, dtype of the linear, whether it becomes INT8, device to compute on) -> the weight
-            that a linear holds, or ValueError where its scale is not finite. None for a layout of ComfyUI's, which its
-            own loaders hold.
+            that a linear holds. Raises ValueError for a scale that is not finite. None for a layout of ComfyUI's, which
+            its own loaders hold.
     """
 
     name: Callable[[QuantizedTensor], str]

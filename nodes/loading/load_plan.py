@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import comfy.model_management
 import comfy.utils
@@ -27,12 +27,6 @@ from ..linears.weight_form import known_form
 Make = Callable[[str, Any, torch.Tensor | None], Any]
 """(module path of a linear; its weight as it was read: float, meta or quantized; what its input is multiplied by, if
 anything) -> the weight to hold, or None for the one that was read."""
-
-
-class _Way(NamedTuple):
-    doing: str
-    make: Make
-    is_int8: bool  # in a product
 
 
 @dataclass
@@ -107,20 +101,21 @@ def checkpoint_plan(
         ways = WAYS if native else (FUSED, BF16)
         return fits and all(choose_path(at, kernel, (n, k), ways).kind == BF16 for at in devices)
 
-    def planned(name: str, weight: Any) -> _Way | None:
-        """Return what is done to a weight, in the file or as ComfyUI read it; None for one that is held as that."""
+    def planned(name: str, weight: Any) -> tuple[str, Make, bool] | None:
+        """Return what is done to a weight, in the file or as ComfyUI read it, what does it, and whether products are
+        INT8 then; None for a weight that is held as it was read."""
         kind = stored_kind(weight)
         stays = as_stored and can_stay(weight) and weight.nbytes >= SMALLEST_STORED
         linear = is_quantizable(name, tuple(weight.shape))
         int8 = linear and not (whole and not is_gguf(weight)) and not in_floats(*weight.shape, native=not stays)
         if stays and kind is not None and kind.held is not None:
             hold, is_int8 = kind.held, int8 or is_grouped(weight)
-            return _Way("reading", lambda name, weight, _: hold(weight, compute_dtype, int8, device), is_int8)
+            return "reading", lambda name, weight, _: hold(weight, compute_dtype, int8, device), is_int8
         if is_grouped(weight):
-            return _Way("reading", expanded, True)
+            return "reading", expanded, True
         if int8:
-            return _Way("quantizing", quantized, True)
-        return _Way("decoding", decoded, False) if linear and kind is not None else None
+            return "quantizing", quantized, True
+        return ("decoding", decoded, False) if linear and kind is not None else None
 
     def quantized(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
         weight = to_device(weight, device)
@@ -132,7 +127,7 @@ def checkpoint_plan(
         return int8_weight(q, scale, compute_dtype)
 
     def expanded(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
-        """The INT8 weight that codes of 4 or 6 bits stand for, exactly."""
+        """Return the INT8 weight that codes of 4 or 6 bits stand for, exactly."""
         weight = to_device(weight, device)
         q, scale = expand_codes.at_once(grouped_codes(weight)), channel_scale(weight)
         return int8_weight(q, scale, compute_dtype, *known_form(weight).unsmoothed)
@@ -144,24 +139,23 @@ def checkpoint_plan(
 
     def make(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
         # Asked again: ComfyUI joins weights, and reads several values out of a byte.
-        way = planned(name, weight)
-        if way is None:
+        if (way := planned(name, weight)) is None:
             return None
+        doing, made, _ = way
         with naming_layer(name):
-            held = way.make(name, weight, input_scale)
+            held = made(name, weight, input_scale)
         if progress is not None:
-            progress.step(f"{way.doing} layer")
+            progress.step(f"{doing} layer")
         return to_host(held)
 
-    weights = {key.removesuffix(".weight"): t for key, t in tensors.items() if key.endswith(".weight")}
-    ways = {name: way for name, weight in weights.items() if (way := planned(name, weight)) is not None}
-    made = {f"{name}.weight" for name in ways}
-    others = [key for key, tensor in tensors.items() if is_gguf(tensor) and key not in made]
-    sizes = [tensors[key].shape.numel() for key in (*made, *others)]
+    weights = {key: t for key, t in tensors.items() if key.endswith(".weight")}
+    ways = {key: way for key, weight in weights.items() if (way := planned(key.removesuffix(".weight"), weight))}
+    others = [key for key, tensor in tensors.items() if is_gguf(tensor) and key not in ways]
+    sizes = [tensors[key].shape.numel() for key in (*ways, *others)]
     progress = Progress(len(sizes)) if sizes else None  # a file that needs no work is loaded as fast as any
     if progress is not None:
         # Before any of that work, which takes as long.
-        multiply = [name for name, way in ways.items() if way.is_int8]
+        multiply = [key.removesuffix(".weight") for key, (_, _, is_int8) in ways.items() if is_int8]
         compile_planned(tensors, multiply, kernel, compute_dtype, device)
         make_room_to_quantize(device, max(sizes))
         for key in others:

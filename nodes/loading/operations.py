@@ -15,7 +15,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import NATIVE, int8_path, native_computes
 from ..comfyui.layers import load_beside_weight, quantized_operations
-from ..comfyui.quantized import HeldWeight, layout_of, storage_shape, stored
+from ..comfyui.quantized import held_weight, layout_of, storage_shape
 from ..deferred.notes import MEMORY, Deferred, outside, tracking
 from ..files import quant_config
 from ..files.holding import HELD_LAYOUTS, is_grouped, is_stored, quant_config_in, stored_kind
@@ -78,8 +78,7 @@ def int8_operations(plan: LoadPlan) -> type:
                         made = read.dequantize()
                         check_finite(f"{prefix}weight", made)
                     elif isinstance(read, QuantizedTensor):
-                        held = HeldWeight(stored(read), layout_of(read), read.params)
-                        self.weight = torch.nn.Parameter(held, requires_grad=False)
+                        self.weight = torch.nn.Parameter(held_weight(read), requires_grad=False)
                 if made is not None:
                     self._hold(made, is_int8_in_file or (is_grouped(read) and is_int8(made)))
 

@@ -29,15 +29,7 @@ from ..files.writing.tensor_files import (
 )
 from ..host import notices
 from ..host.work import make_room_to_quantize
-from ..linears.file_notes import (
-    ATTENTION,
-    FOLDED,
-    RECIPE_KEY,
-    gguf_formats_of,
-    recipe_of,
-    unknown_choices_of,
-    warn_of_patches_on_folded,
-)
+from ..linears import file_notes
 from ..linears.folding import fold
 from ..linears.int8_weight import is_int8
 from ..linears.layer_selection import check_runs_as_stored, linears
@@ -83,9 +75,9 @@ def save_int8_model(
         fold_factors: whether smoothing factors go into the layers before. The file is then a plain native one, or a
             warning says that other loaders refuse it, since layers have activations of 16 bits.
 
-    Raises ValueError if the MODEL holds no INT8 weight, or something that is in no weight, or is of no kind that files
-    have, or naming a layer whose factors cannot be folded, or for a header that readers refuse; `write_new_file`'s
-    OSErrors; ComfyUI's interrupt exception on cancel. The file is then not there.
+    Raises ValueError where the MODEL holds no INT8 weight, holds something that is in no weight, or is of a kind that
+    no file has; naming a layer whose factors cannot be folded; for a header that readers refuse. Others are
+    `write_new_file`'s OSErrors, and ComfyUI's interrupt exception on cancel. The file is then not there.
     """
     # Before anything else is touched: the weights of other packs need not be tensors that can be read.
     weights = [getattr(module, "weight", None) for module in model.model.diffusion_model.modules()]
@@ -114,11 +106,11 @@ def save_int8_model(
             "loader reads, set protected_in of Quantize to INT8 to bf16.",
         )
     tensors = {key: _narrowed(key, tensor) for key, tensor in tensors_of_file(model.model, tensors).items()}
-    tensors = unknown_choices_of(model) | tensors
-    warn_of_patches_on_folded(model)
-    recipe = recipe_of(model)
-    recipe[FOLDED] = folded or bool(recipe.get(FOLDED))
-    about = {RECIPE_KEY: json.dumps(recipe), **quant_config.as_metadata(tensors), **file_metadata(model.model)}
+    tensors = file_notes.unknown_choices_of(model) | tensors
+    file_notes.warn_of_patches_on_folded(model)
+    recipe = file_notes.recipe_of(model)
+    recipe[file_notes.FOLDED] = folded or bool(recipe.get(file_notes.FOLDED))
+    about = {file_notes.RECIPE_KEY: json.dumps(recipe)} | quant_config.as_metadata(tensors) | file_metadata(model.model)
     return write_safetensors(destination, tensors, with_workflow(about, workflow))
 
 
@@ -146,16 +138,16 @@ def save_gguf_model(
     """
     check_runs_as_stored(model)
     check_known(model.model)
-    warn_of_patches_on_folded(model)
+    file_notes.warn_of_patches_on_folded(model)
     tensors = _tensors(model, type)
     _warn_of_patches_on_rounded(model, type)
     architecture = architecture_name(model.model, KNOWN_ARCHITECTURES if type == Q8_CR else ())
     about = file_metadata(model.model) | int8_metadata(tensors)
-    recipe = recipe_of(model)
+    recipe = file_notes.recipe_of(model)
     # Of the one a loader warns, the other holds for these weights too; the rest of a recipe is about INT8.
-    kept = {name: recipe[name] for name in (FOLDED, ATTENTION) if recipe.get(name)}
+    kept = {name: recipe[name] for name in (file_notes.FOLDED, file_notes.ATTENTION) if recipe.get(name)}
     if kept:
-        about[RECIPE_KEY] = json.dumps(kept)
+        about[file_notes.RECIPE_KEY] = json.dumps(kept)
     return write_gguf(destination, tensors, architecture, SAVED_TYPES[type], with_workflow(about, workflow))
 
 
@@ -209,7 +201,7 @@ def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
         elif layer not in quantized or part in ("weight", "bias"):
             with _naming(name):
                 own[name] = _of_model(model, name, part == "weight" and layer in layers, type)
-    found: dict[str, Any] = unknown_choices_of(model) | tensors_of_file(model.model, own)
+    found: dict[str, Any] = file_notes.unknown_choices_of(model) | tensors_of_file(model.model, own)
     for name, value in found.items():
         if isinstance(value, torch.Tensor):  # a layer's choice of attention, or beside the diffusion model
             value = value.view(torch.int8) if name.endswith(CONFIG) else value  # GGUF has no plain bytes
@@ -240,7 +232,7 @@ def _fitting(shape: tuple[int, ...], type: str) -> str | None:
 
 def _warn_of_patches_on_rounded(model: ModelPatcher, type: str) -> None:
     """Warn, once, if a patch changes weights that may round back to their values of another GGUF file."""
-    formats = gguf_formats_of(model)
+    formats = file_notes.gguf_formats_of(model)
     for name, layer in linears(model).items():
         before, after = formats.get(f"{name}.weight"), _fitting(tuple(layer.weight.shape), type)
         if before is None or after is None or f"{DIFFUSION_MODEL}{name}.weight" not in model.patches:

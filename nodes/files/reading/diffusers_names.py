@@ -41,19 +41,19 @@ def with_native_names(
             raise ValueError("this is a quantized UNet under the names of diffusers; convert it to ComfyUI's names")
         return tensors, architecture
     keys, owner = [*sizes], torch.arange(len(sizes)).repeat_interleave(torch.tensor([*sizes.values()]))
-    # What each row is scaled by, NaN where it is not quantized.
-    none, names = torch.tensor(torch.nan), [f"{key.removesuffix('.weight')}.{quant_config.SCALE}" for key in sizes]
-    found = (tensors.get(name, none).float().flatten() for name in names)
-    scales = torch.cat([scale.expand(size) for scale, size in zip(found, sizes.values(), strict=True)])
     numbers = dict(zip(sizes, torch.arange(len(owner)).split([*sizes.values()]), strict=True))
     place, native = torch.empty_like(owner), {}
     for name, rows in origins.items():
         parts = [keys[index] for index in dict.fromkeys(owner[rows].unique_consecutive().tolist())]
+        there = torch.cat([numbers[key] for key in parts])
+        place[there] = torch.arange(len(there))
         layers = [key.removesuffix(".weight") for key in parts]
         if not configs.keys().isdisjoint(layers):
             layer = name.removesuffix(".weight")
             native[f"{layer}.{quant_config.QUANT_CONFIG}"] = _joined(layer, layers, configs)
-            native[f"{layer}.{quant_config.SCALE}"] = scales[rows][:, None]
+            scales = [tensors[f"{part}.{quant_config.SCALE}"].float().flatten() for part in layers]
+            scales = [scale.expand(sizes[key]) for scale, key in zip(scales, parts, strict=True)]
+            native[f"{layer}.{quant_config.SCALE}"] = torch.cat(scales)[place[rows]][:, None]
         weights = [plain[key] for key in parts]
         in_blocks = {(w.params.gguf_format, w.shape[1]) if is_gguf(w) else None for w in weights}
         if len(in_blocks) > 1:
@@ -61,9 +61,7 @@ def with_native_names(
         widest = max((weight.dtype for weight in weights), key=lambda dtype: dtype.itemsize)
         values = [stored(weight) if is_gguf(weight) else weight.to(widest) for weight in weights]
         together = values[0] if len(values) == 1 else torch.cat(values)
-        there = torch.cat([numbers[key] for key in parts])
         if not torch.equal(there, rows):
-            place[there] = torch.arange(len(there))
             together = together[place[rows]]
         form = in_blocks.pop() if len(in_blocks) == 1 else None
         native[name] = together if form is None else read_gguf_weight(together, form[0], (len(together), form[1]))

@@ -4,6 +4,8 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 import torch
@@ -12,7 +14,7 @@ from ....kernels import GGUF_FORMATS
 from ..attention_choices import CONFIG
 from ..errors import PART
 from ..holding import CAN_STAY_IN_GGUF, is_gguf, read_gguf_weight
-from .gguf_package import INT8_CONFIG, ORIGINAL_SHAPE, can_decode, decode_gguf, gguf_package, gguf_version
+from .gguf_package import INT8_CONFIG, ORIGINAL_SHAPE, can_decode, decode_gguf, gguf_package
 
 MAGIC = b"GGUF"
 _MOST_ENTRIES = 1 << 15  # of a file's metadata, and tensors: gguf takes each by itself
@@ -113,8 +115,11 @@ def _opened(path: str) -> Any:
         if unknown is None:
             raise ValueError(f"it is damaged or incomplete ({error}); download or copy it again") from error
         number, kind = unknown.groups()
+        installed = "the installed gguf"  # a copy in a folder
+        with suppress(PackageNotFoundError):
+            installed = f"gguf {version('gguf')}"
         raise ValueError(
-            f"it has a {_KINDS[kind]} of type {number}, which {gguf_version()} does not know; run "
+            f"it has a {_KINDS[kind]} of type {number}, which {installed} does not know; run "
             "`pip install -U gguf` with ComfyUI's Python, or, if that is the newest already, use another file"
         ) from error
 

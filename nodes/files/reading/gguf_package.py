@@ -1,7 +1,6 @@
 """The package gguf, which reads GGUF's containers and decodes its blocks; and what ComfyUI-GGUF adds to files. The pack
 loads without the package."""
 
-import importlib.metadata
 from types import ModuleType
 
 import numpy as np
@@ -23,14 +22,6 @@ def gguf_package() -> ModuleType:
             "GGUF files need the Python package gguf: run `pip install gguf` with ComfyUI's Python"
         ) from error
     return gguf
-
-
-def gguf_version() -> str:
-    """Return the package with the version that is installed, for messages."""
-    try:
-        return f"gguf {importlib.metadata.version('gguf')}"
-    except importlib.metadata.PackageNotFoundError:  # a copy in a folder
-        return "the installed gguf"
 
 
 def can_decode(gguf_format: str) -> bool:

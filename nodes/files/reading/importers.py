@@ -50,8 +50,8 @@ def _one_branch(checkpoint: Checkpoint) -> Checkpoint:
     """Take the chosen model of Transformer Lab's INT8 file of Ideogram 4, completed by the base checkpoint.
 
     The file has the linears of two models, and nothing else. Behind `conditional.` or `unconditional.` a linear X is
-    `X.wq` (int8 [N, K]), `X.ws` (float, one scale per output channel), optionally `X.smooth` (float [K], what its input
-    is divided by) and `X.bias`; a protected one is `X.weight`.
+    `X.wq` (int8 [N, K]), `X.ws` (float, one scale per output channel), and perhaps `X.smooth` (float [K]), which
+    divides its input, and `X.bias`. A protected one is `X.weight`.
     """
     prefixes = tuple(f"{branch}." for branch in BRANCHES)
     if not any(key.startswith(prefixes) and key.endswith(".wq") for key in checkpoint.tensors):

@@ -19,7 +19,7 @@ from .. import quant_config
 from ..attention_choices import check_choices
 from ..block_lists import AGAIN
 from ..holding import codes_in, is_gguf
-from .values import LARGEST, WEIGHT_DTYPES, check_block_scales, check_factors, check_finite, check_scale, largest_in
+from .values import LARGEST, WEIGHT_DTYPES, check_factors, check_finite, check_group_scales, check_scale, largest_in
 
 _Tensors = Mapping[str, torch.Tensor]
 _Shapes = Callable[[int, int], tuple[tuple[int, ...], ...]]
@@ -45,11 +45,6 @@ class _Part:
 _SMALL = 1 << 20  # elements that are looked at for a NaN
 
 
-def _check_group_scales(key: str, scales: torch.Tensor, weight: torch.Tensor) -> None:
-    check = check_block_scales if scales.dtype == torch.float8_e4m3fn else partial(check_scale, most=LARGEST)
-    check(key, scales, weight)
-
-
 def _scale(largest_code: float, shapes: _Shapes, dtypes: tuple[torch.dtype, ...] = WEIGHT_DTYPES) -> _Part:
     return _Part(partial(check_scale, most=LARGEST / largest_code), shapes, dtypes)
 
@@ -62,7 +57,7 @@ def _block_scales(columns: int, dtype: torch.dtype) -> _Part:
         rows, blocks = -(-n // 128) * 128, -(-(k // columns) // 4) * 4
         if weight.ndim == 2 and scales.numel() != rows * blocks:
             raise ValueError(f"{key} has shape {list(scales.shape)}, but the model needs {[rows, blocks]}")
-        check_block_scales(key, scales, weight)
+        check_group_scales(key, scales, weight)
 
     return _Part(check, None, (dtype, torch.uint8))
 
@@ -74,7 +69,7 @@ _INPUT_SCALE = {"input_scale": _Part(check_factors, lambda n, k: _ONE, needed=Fa
 _INT8 = {quant_config.SCALE: _scale(127, lambda n, k: (*_ONE, (n,), (n, 1), (1, n), (n, 1, 1))), "input_scale": None}
 _SMOOTHED_INT8 = {**_INT8, quant_config.SMOOTH: _Part(check_factors, lambda n, k: ((k,),))}
 _CODES = {
-    quant_config.GROUP_SCALE: _Part(_check_group_scales, None, (_FP8, torch.uint8, *FLOAT_DTYPES)),
+    quant_config.GROUP_SCALE: _Part(check_group_scales, None, (_FP8, torch.uint8, *FLOAT_DTYPES)),
     quant_config.CHANNEL_SCALE: _scale(127, lambda n, k: ((n,),), (torch.float32,)),
     quant_config.CODEBOOK: _Part(lambda key, levels, _: check_finite(key, levels), None, (torch.float32,), False),
 }
