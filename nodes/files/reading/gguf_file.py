@@ -80,7 +80,12 @@ def with_lost_axes(tensors: Mapping[str, Any], architecture: Any) -> dict[str, A
 
 def _opened(path: str) -> Any:
     gguf = gguf_package()
-    order: Literal["little", "big"] = _check_header(path)
+    with open(path, "rb") as file:
+        header = file.read(24)
+    order: Literal["little", "big"] = "little" if header[4:6] != b"\0\0" else "big"
+    for what, count in (("tensors", header[8:16]), ("entries of metadata", header[16:24])):
+        if (number := int.from_bytes(count, order)) > _MOST_ENTRIES:
+            raise ValueError(f"it is damaged: no model has {number} {what}; download or copy it again")
 
     class Reader(gguf.GGUFReader):
         texts = arrays = 0  # in arrays
@@ -122,17 +127,6 @@ def _opened(path: str) -> Any:
             f"it has a {_KINDS[kind]} of type {number}, which {installed} does not know; run "
             "`pip install -U gguf` with ComfyUI's Python, or, if that is the newest already, use another file"
         ) from error
-
-
-def _check_header(path: str) -> Literal["little", "big"]:
-    """Return the order of bytes in a file. Raises ValueError for more entries than any model has."""
-    with open(path, "rb") as file:
-        header = file.read(24)
-    order = "little" if header[4:6] != b"\0\0" else "big"
-    for what, count in (("tensors", header[8:16]), ("entries of metadata", header[16:24])):
-        if (number := int.from_bytes(count, order)) > _MOST_ENTRIES:
-            raise ValueError(f"it is damaged: no model has {number} {what}; download or copy it again")
-    return order
 
 
 def _check_places(reader: Any, size: int) -> None:
