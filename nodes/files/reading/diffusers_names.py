@@ -100,7 +100,7 @@ def _joined(name: str, layers: list[str], configs: dict[str, dict]) -> torch.Ten
                 f"{layer} is quantized ({config.get('format')}) under the name that diffusers gives it, which can be "
                 "read of INT8 only; convert the file to ComfyUI's names"
             )
-    groups = {quant_config.rotation_group(config) if config else 0 for config in said}
+    groups = set(map(quant_config.rotation_group, said))
     if not all(said) or len(groups) > 1:
         raise ValueError(
             f"{name} is made of several layers of the file that are not quantized alike; convert the file to "
