@@ -1,4 +1,4 @@
-"""What a model will launch, compiled before its weights are there."""
+"""Compile what a model will launch in background threads, before its weights are there."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -10,21 +10,24 @@ from ..card.device import fused_obstacle, takes_kernels
 from ..card.machine import triton_available
 from ..fused_ops.fused_ops import Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
 from ..kept import KEPT, keep
-from ..launching.background import beside_loading
+from ..launching.background import Background, beside_calls, beside_loading
 from ..linear.channel_transform import ChannelTransform
 from ..linear.int8_linear import quantize_activations
 from ..linear.linear_reference import BlockForm, LinearForm
 from ..operators import Operator, OperatorCall
 
+# Images of 1024 pixels and texts. Those of 768 and 512 pixels follow in one thread, so many seconds later: weights load
+# and first steps begin meanwhile, which would wait for Python's lock.
+_TOKENS, _LATER_TOKENS, _SECONDS_LATER = (4096, 512), (2560, 1024), 5.0
+
 
 def prepare_compiling(device: torch.device) -> None:
-    """Have `prepare` done beside other work; returns at once."""
+    """Run `prepare` in a background thread."""
     beside_loading.submit(0, partial(prepare, device))
 
 
 def prepare(device: torch.device) -> None:
-    """Do what the first kernel of a process waits for on a GPU, compiled or not: Triton's driver, its hash of itself,
-    and imports.
+    """Do what the first kernel of a process waits for on a GPU: Triton's driver, its hash of itself, and imports.
 
     Does nothing on a device that the kernels are not made for, or without Triton. Raises what Triton does; whether it
     works is asked again by who launches.
@@ -35,7 +38,7 @@ def prepare(device: torch.device) -> None:
 
     check_driver()
     hash_itself()
-    from . import products_ahead  # noqa: F401 (Gluon, which the GEMM's kernels need, takes 0.1 s)
+    from ..linear import gemm  # noqa: F401 (Gluon, which the GEMM's kernels need, takes 0.1 s)
 
 
 def compile_ahead(
@@ -45,11 +48,14 @@ def compile_ahead(
     device: torch.device,
     others: Collection[OperatorCall] = (),
 ) -> None:
-    """Have compiled, beside other work, what linears of these forms launch on a GPU with inputs of a dtype, what the
-    fused ops of a block may, and other calls.
+    """Start background compilation of what linears, the fused ops of a block and other calls launch on a GPU.
 
-    It returns at once; what was asked for before is not looked through again. A call that comes first compiles for
-    itself. Does nothing where the kernels do not run.
+    Returns at once; equal arguments are compiled once. A call that comes first compiles for itself, or waits for the
+    thread that has begun to. Does nothing where the kernels do not run.
+
+    Args:
+        forms: of the linears, each once.
+        dtype: of their inputs.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -65,11 +71,43 @@ def _compile(
     block: BlockForm | None,
     dtype: torch.dtype,
     device: torch.device,
-    others: Collection[OperatorCall],
+    others: Collection[OperatorCall] = (),
 ) -> None:
-    from .products_ahead import compile_for
+    from ..internals.triton_runtime import COMPILES_ALONE
+    from ..launching.launching import StandIn
 
-    compile_for(forms, partial(_calls, forms, block, others=others), dtype, device)
+    if not COMPILES_ALONE:
+        return
+
+    def new(*shape: int, dtype: torch.dtype = dtype) -> Any:
+        return StandIn(shape, dtype, device)
+
+    # What converts weights, of rank 0, comes before all this.
+    for op, arguments in _calls(forms, block, new, others):
+        op.compile_by(beside_loading, 1, *arguments)
+    products = partial(_compile_products, forms, new)
+    products(_TOKENS, beside_loading)
+    later = partial(beside_calls.submit_later, _SECONDS_LATER, 1, partial(products, _LATER_TOKENS, beside_calls))
+    beside_loading.submit(1 + len(_TOKENS), later)  # when nothing else waits there
+
+
+def _compile_products(
+    forms: Collection[LinearForm], new: Callable[..., Any], numbers: Sequence[int], threads: Background
+) -> None:
+    """Compile what products of these forms launch with each of these numbers of tokens."""
+    from ..linear.gemm import GemmLaunch, likely_config
+    from ..linear.gemm_kernel import Operands
+
+    for form in forms:
+        if form.k % 16:  # rows of others are copied into wider ones
+            continue
+        width, scales = form.k * form.activation_bits // 8, 1 if form.has_one_scale else form.n
+        weight, weight_scale = new(form.n, form.k, dtype=torch.int8), new(scales, dtype=torch.float32)
+        bias = new(form.n) if form.has_bias else None
+        for rank, tokens in enumerate(numbers, 1):
+            q, scale = new(tokens, width, dtype=torch.int8), new(tokens, dtype=torch.float32)
+            operands = Operands(q, weight, scale, weight_scale, bias, new(tokens, form.n))
+            GemmLaunch(likely_config(operands), operands).is_compiled(operands, rank, threads)
 
 
 def _calls(
@@ -78,7 +116,7 @@ def _calls(
     new: Callable[..., Any],
     others: Collection[OperatorCall] = (),
 ) -> Iterator[tuple[Operator, Sequence[Any]]]:
-    """Ops and their arguments, of which `new` makes a tensor of a shape and perhaps a dtype."""
+    """Yield operators and their arguments; `new` makes a tensor of a shape and, if it is not the inputs', a dtype."""
     tokens = 4096
 
     def quantized(form: LinearForm) -> tuple[ChannelTransform, int]:

@@ -13,9 +13,7 @@ import pytest
 import torch
 from triton.runtime import errors as runtime_errors
 
-from kernels.ahead import calls_ahead as ops_ahead
-from kernels.ahead import products_ahead as ahead
-from kernels.ahead.calls_ahead import _calls as calls_ahead
+from kernels.ahead import calls_ahead as ahead
 from kernels.card import device as card_device
 from kernels.card.timing import Stopwatch
 from kernels.internals import triton_runtime
@@ -217,13 +215,13 @@ def test_threads_that_compile_do_not_all_read_triton_itself(monkeypatch):
 
 def test_what_the_first_kernel_waits_for_is_begun_for_a_gpu(monkeypatch):
     begun = []
-    monkeypatch.setattr(ops_ahead, "takes_kernels", lambda device: device.type == "cuda")
-    monkeypatch.setattr(ops_ahead, "beside_loading", AT_ONCE)
+    monkeypatch.setattr(ahead, "takes_kernels", lambda device: device.type == "cuda")
+    monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
     monkeypatch.setattr(triton_runtime, "check_driver", lambda: begun.append("driver"))
     monkeypatch.setattr(triton_runtime, "triton_key", lambda: begun.append("hash"))
-    ops_ahead.prepare_compiling(CPU)
+    ahead.prepare_compiling(CPU)
     assert not begun
-    ops_ahead.prepare_compiling(torch.device("cuda", 0))
+    ahead.prepare_compiling(torch.device("cuda", 0))
     assert begun == ["driver", "hash"]
 
 
@@ -233,12 +231,12 @@ def test_a_driver_that_fails_while_comfyui_starts_is_asked_again(monkeypatch):
     def fails():
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(ops_ahead, "takes_kernels", lambda device: True)
+    monkeypatch.setattr(ahead, "takes_kernels", lambda device: True)
     card_device.triton_error.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(triton_runtime, "check_driver", fails)
         with pytest.raises(RuntimeError, match="no C compiler"):
-            ops_ahead.prepare(torch.device("cuda", 0))
+            ahead.prepare(torch.device("cuda", 0))
     monkeypatch.setattr(triton_runtime, "check_driver", lambda: None)
     assert card_device.triton_error() is None
     card_device.triton_error.cache_clear()
@@ -332,7 +330,7 @@ def card(monkeypatch):
     """Imitates what is asked of a GPU: its capability and multiprocessors can be set."""
     card = SimpleNamespace(multi_processor_count=82, major=8, minor=6)
     monkeypatch.delenv("INT8_DIT_TUNING", raising=False)
-    monkeypatch.setattr(ahead, "COMPILES_ALONE", True)
+    monkeypatch.setattr(triton_runtime, "COMPILES_ALONE", True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     answers = {"current_device": 0, "get_device_name": "a card", "is_current_stream_capturing": False}
     monkeypatch.setattr(launching, "current_device", lambda: 0)
@@ -392,7 +390,7 @@ def test_what_a_models_linears_launch_is_compiled(card, monkeypatch):
     monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append((by, rank, launch)))
     monkeypatch.setattr(ahead, "beside_loading", SimpleNamespace(submit=lambda rank, task: last.append((rank, task))))
     forms = [LinearForm(4608, 12288, True), LinearForm(4608, 4608, rotation_group=256), LinearForm(64, 2520)]
-    ahead.compile_for([*forms, forms[0]], partial(calls_ahead, forms, None), torch.bfloat16, torch.device("cuda", 0))
+    ahead._compile(forms, None, torch.bfloat16, torch.device("cuda", 0))
     names = [launch._kernel.fn.__name__ for *_, launch in asked]
     assert names[:3] == ["quantize_rows_kernel"] * 3
     assert len(names) == 7 and set(names[3:]) <= {"int8_gemm_kernel", "ring_gemm_kernel"}  # the second where Gluon is
@@ -408,15 +406,15 @@ def test_what_a_models_linears_launch_is_compiled(card, monkeypatch):
 
 def test_what_was_asked_for_is_not_looked_through_again(monkeypatch):
     asked = []
-    monkeypatch.setattr(ops_ahead, "fused_obstacle", lambda device: None)
-    monkeypatch.setattr(ops_ahead, "beside_loading", AT_ONCE)
-    monkeypatch.setattr(ahead, "compile_for", lambda *given: asked.append(given))
+    monkeypatch.setattr(ahead, "fused_obstacle", lambda device: None)
+    monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
+    monkeypatch.setattr(ahead, "_compile", lambda *given: asked.append(given))
     KEPT.clear()
     forms, gpu = [LinearForm(128, 256), LinearForm(256, 128)], torch.device("cuda", 0)
     for given in (forms, forms[::-1], forms[:1]):
-        ops_ahead.compile_ahead(given, None, torch.bfloat16, gpu)
-    ops_ahead.compile_ahead(forms, None, torch.bfloat16, CPU)
-    assert [forms for forms, *_ in asked] == [tuple(forms), tuple(forms[:1])] and asked[0][2:] == (torch.bfloat16, gpu)
+        ahead.compile_ahead(given, None, torch.bfloat16, gpu)
+    ahead.compile_ahead(forms, None, torch.bfloat16, CPU)
+    assert [forms for forms, *_ in asked] == [tuple(forms), tuple(forms[:1])] and asked[0][2:4] == (torch.bfloat16, gpu)
     KEPT.clear()
 
 
@@ -432,10 +430,10 @@ BLOCKS = [
 def test_what_blocks_launch_is_asked_for(card, monkeypatch, block):
     asked = []
     monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append(launch))
-    monkeypatch.setattr(ahead, "COMPILES_ALONE", True)
+    monkeypatch.setattr(triton_runtime, "COMPILES_ALONE", True)
     KEPT.clear()
     monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
-    ahead.compile_for((), partial(calls_ahead, (), block), torch.bfloat16, torch.device("cuda", 0))
+    ahead._compile((), block, torch.bfloat16, torch.device("cuda", 0))
     names = [launch._kernel.fn.__name__ for launch in asked]
     fused = ["norm_quantize_kernel", "gated_residual_kernel", "activate_quantize_kernel"]
     assert names == [*fused, "norm_rope_kernel", "norm_rope_kernel"] and len(set(asked)) == 5
@@ -455,11 +453,10 @@ def test_other_calls_are_asked_for_first(card, monkeypatch, op, given):
     """As they launch with numbers."""
     asked = []
     monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append((rank, launch)))
-    monkeypatch.setattr(ahead, "COMPILES_ALONE", True)
+    monkeypatch.setattr(triton_runtime, "COMPILES_ALONE", True)
     monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
     KEPT.clear()
-    calls = partial(calls_ahead, (), BLOCKS[0], others=(op.called_with(*given),))
-    ahead.compile_for((), calls, torch.bfloat16, torch.device("cuda", 0))
+    ahead._compile((), BLOCKS[0], torch.bfloat16, torch.device("cuda", 0), (op.called_with(*given),))
     tensors = op._tensors(op.flat(given))
     layout, out = op.launch(*op.flat(given)), torch.empty(64, 256, dtype=torch.int8)
     read = [StandIn(x.shape, x.dtype, torch.device("cuda", 0)) for x in layout.operands(tensors, [out])]
@@ -480,7 +477,7 @@ def test_what_was_compiled_ahead_is_what_blocks_launch(monkeypatch, block, sampl
 
     monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
     KEPT.clear()
-    ahead.compile_for((), partial(calls_ahead, (), block), torch.bfloat16, torch.device("cuda", 0))
+    ahead._compile((), block, torch.bfloat16, torch.device("cuda", 0))
     monkeypatch.setattr(Launch, "first", watched)
 
     def real(*shape, dtype=torch.bfloat16):
@@ -491,7 +488,7 @@ def test_what_was_compiled_ahead_is_what_blocks_launch(monkeypatch, block, sampl
             return torch.randn(*shape[:2], 4 * shape[2], dtype=dtype, device=DEVICE).chunk(4, -1)[1]
         return torch.rand(*shape, dtype=dtype, device=DEVICE) + 0.5
 
-    for op, arguments in calls_ahead((), block, real):
+    for op, arguments in ahead._calls((), block, real):
         op(*arguments)
     assert compiled == [True] * 5
     KEPT.clear()
