@@ -1,6 +1,6 @@
-"""What the kernels assume of the insides of other packages and look up before they use it, and what does not hold here.
+"""The table of what the kernels assume of the insides of other packages, and the check whether it holds here.
 
-What is only asked for, and done without, is where it is used.
+What may be missing without harm is looked up where it is used.
 """
 
 import functools
@@ -13,27 +13,23 @@ from pathlib import Path
 
 @dataclass(frozen=True, eq=False)
 class Assumption:
-    """Something that another package promises nobody.
-
-    Attributes:
-        what: what it is, for the log.
-        instead: what the pack does where it does not hold, for the log.
-        sources: a file of a package -> regular expressions that its lines match where the assumption holds. The text is
-            read and nothing is imported: a driver's context takes memory on the card.
-        as_new_as: a file that came with it; where there is none, the package is older and nothing is missing.
-    """
+    """Something that another package promises nobody."""
 
     what: str
     instead: str
+    """What the pack does where it does not hold; both for the log."""
     sources: Mapping[str, tuple[str, ...]]
+    """A file of a package -> regular expressions that its text matches where the assumption holds. The text is read and
+    nothing is imported: a driver's context takes memory on the card."""
     as_new_as: str | None = None
+    """A file that came with it; where there is none, the package is older and nothing is missing."""
 
 
 DIRECT_LAUNCH = Assumption(
     "how Triton launches a compiled kernel",
     "each launch is Triton's own, which takes the host tens of microseconds longer",
     {
-        # What `CompiledKernel.run` is called with, by the one who knows.
+        # The arguments of `CompiledKernel.run`.
         "triton/runtime/jit.py": (
             r"kernel\.run\(grid_0, grid_1, grid_2, stream, kernel\.function, kernel\.packed_metadata,\s+launch_",
         ),
@@ -66,21 +62,14 @@ COMPILING_ALONE = Assumption(
     as_new_as="triton/runtime/_async_compile.py",
 )
 _GLUON_LANGUAGE = "triton/experimental/gluon/language"
+_GLUON_NAMES = """NVMMADistributedLayout DotOperandLayout SwizzledSharedLayout allocate_shared_memory convert_layout
+    (?:thread_)?barrier exp2 fma"""
 GLUON = Assumption(
     "Gluon, Triton's language with layouts",
     "the GEMM and INT8 attention of RTX 30 and 40 run by Triton's own pipeline, which is slower",
     {
         "triton/experimental/gluon/_runtime.py": (r"^class GluonJITFunction\b", r"^def jit\("),
-        f"{_GLUON_LANGUAGE}/__init__.py": (
-            r"^\s+allocate_shared_memory,",
-            r"^\s+(?:thread_)?barrier,",
-            r"^\s+NVMMADistributedLayout,",
-            r"^\s+DotOperandLayout,",
-            r"^\s+SwizzledSharedLayout,",
-            r"^\s+convert_layout,",
-            r"^\s+exp2,",
-            r"^\s+fma,",
-        ),
+        f"{_GLUON_LANGUAGE}/__init__.py": tuple([rf"^\s+{name}," for name in _GLUON_NAMES.split()]),
         f"{_GLUON_LANGUAGE}/nvidia/ampere/__init__.py": (r"\bmma_v2\b",),
         f"{_GLUON_LANGUAGE}/nvidia/ampere/async_copy.py": (
             r"^def (?:async_load|async_copy_global_to_shared)\b",
@@ -91,19 +80,14 @@ GLUON = Assumption(
     as_new_as=f"{_GLUON_LANGUAGE}/nvidia/ampere/__init__.py",
 )
 
-_CAPSULE = r"_wrap_for_dlpack\({}\),\s+"
+_CAPSULES = "x_int8", "weight_int8", r"x_scale_arg\.reshape\(m, 1\)", "ws_cutlass", "bias_arg", "output"
 KITCHEN_GEMM = Assumption(
     "what comfy-kitchen's GEMM takes",
     "it is not tried beside the pack's own kernels",
     {
         "comfy_kitchen/backends/cuda/__init__.py": (
             r"_C\.cutlass_int8_dequant\(\s+"
-            + _CAPSULE.format("x_int8")
-            + _CAPSULE.format("weight_int8")
-            + _CAPSULE.format(r"x_scale_arg\.reshape\(m, 1\)")
-            + _CAPSULE.format("ws_cutlass")
-            + _CAPSULE.format("bias_arg")
-            + _CAPSULE.format("output")
+            + "".join(rf"_wrap_for_dlpack\({capsule}\),\s+" for capsule in _CAPSULES)
             + r"DTYPE_TO_CODE\[out_dtype\],\s+torch\.cuda\.current_stream\(x_int8\.device\)\.cuda_stream,\s+\)",
         )
     },
@@ -111,7 +95,7 @@ KITCHEN_GEMM = Assumption(
 )
 
 ASSUMPTIONS = DIRECT_LAUNCH, COMPILING_ALONE, GLUON, KITCHEN_GEMM
-"""Those that are told: without the launcher's nothing is lost that a user would notice."""
+"""Those for the log: without LAUNCHER's nothing is lost that a user would notice."""
 
 
 @functools.cache
@@ -121,7 +105,7 @@ def holds(assumption: Assumption) -> bool:
 
 
 def missing() -> list[tuple[str, str]]:
-    """The assumptions that do not hold here, each with what the pack does instead; of installed packages only."""
+    """Return the assumptions on installed packages that do not hold, each with what the pack does instead."""
     return [
         (assumption.what, assumption.instead)
         for assumption in ASSUMPTIONS
@@ -142,7 +126,7 @@ def _matches(file: str, patterns: tuple[str, ...]) -> bool:
 
 @functools.cache
 def _folder(file: str) -> Path | None:
-    """Where the package that a file belongs to lies, without importing it; None where it is not installed."""
+    """Return the folder of a file's package, without importing it; None where it is not installed."""
     spec = importlib.util.find_spec(file.partition("/")[0])
     if spec is None or not spec.submodule_search_locations:
         return None

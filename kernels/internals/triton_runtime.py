@@ -4,73 +4,64 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import triton
 
 from .insides import COMPILING_ALONE, DIRECT_LAUNCH, LAUNCHER, holds
 
-try:  # Triton 3.4 and newer
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:
-    TensorDescriptor = None
+
+def _optional(module: str, name: str) -> Any:
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
+
+
+TensorDescriptor = _optional("triton.tools.tensor_descriptor", "TensorDescriptor")  # Triton 3.4 and newer
 HAS_DESCRIPTORS = TensorDescriptor is not None
+CompiledKernel = _optional("triton.compiler", "CompiledKernel")
+triton_key = _optional("triton.runtime.cache", "triton_key")  # not Triton 3.3, and perhaps not newer ones
 
-try:
-    from triton.compiler import CompiledKernel
-except ImportError:
-    CompiledKernel = None
-
-try:
-    from triton.runtime.cache import triton_key
-except ImportError:  # Triton 3.3 and older, and perhaps newer ones
-    triton_key = None
-
-# Triton's own errors of a kernel that does not run on a card. Before 3.3 it raises plain RuntimeErrors for ptxas, and
-# in all versions for failed compiler passes; those are told apart from errors of the launch by their text.
+# Triton's own errors of a kernel that does not run on a card. It raises plain RuntimeErrors for failed compiler passes:
+# those are told apart from errors of the launch by their text.
 _UNFIT_ERRORS = {"OutOfResources", "CompilationError", "PTXASError"}
-_UNFIT_TEXTS = ("ptxas", "PassManager::run failed")
 
 
 def is_unfit(error: Exception) -> bool:
     """Whether it says that a kernel needs more than the card has, or that Triton cannot compile it for the card."""
     if type(error) is RuntimeError:
-        return any(text in str(error) for text in _UNFIT_TEXTS)
+        return "PassManager::run failed" in str(error)
     kinds = type(error).__mro__
     return any(kind.__name__ in _UNFIT_ERRORS and kind.__module__.startswith("triton.") for kind in kinds)
 
 
 def unspecialized(kernel: Any) -> frozenset[int]:
-    """Places of the parameters for whose values a kernel is not compiled; none where this Triton does not say so."""
+    """Return the places of the parameters that a kernel is not specialized for; none where Triton does not say."""
     named = getattr(kernel, "do_not_specialize", None) or ()
     return frozenset(place if isinstance(place, int) else kernel.arg_names.index(place) for place in named)
 
 
 def check_driver() -> None:
-    """Make what Triton launches kernels with, and ask it for the device; raises whatever Triton does."""
+    """Create Triton's driver, and ask it for the device; raises whatever Triton does."""
     driver: Any = triton.runtime.driver.active
     driver.get_current_device()
 
 
 def triton_cache_folder() -> str:
-    """Where Triton keeps compiled kernels: from 3.4 on it says so itself."""
+    """Return where Triton keeps compiled kernels."""
     knobs = getattr(triton, "knobs", None)
     if knobs is not None:
         return knobs.cache.dir
+    # Triton 3.3 does not say.
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     return os.environ.get("TRITON_CACHE_DIR", "").strip() or os.path.join(home, ".triton", "cache")
 
 
-_MOST_PLACES = 4096  # of matrices whose descriptors are kept
-
-
-class _Address:
-    """What is asked of a matrix that a descriptor is of, but for its dtype: where it begins."""
-
-    def __init__(self, address: int) -> None:
-        self.data_ptr = lambda: address
+_MOST_DESCRIPTORS = 4096
 
 
 class MatrixBlocks:
@@ -82,36 +73,35 @@ class MatrixBlocks:
     """
 
     def __init__(self, matrix: torch.Tensor, block_shape: tuple[int, int]) -> None:
-        assert TensorDescriptor is not None
         # Triton's constructor checks more than a launch takes. So it makes one, and the others are copies of that, with
         # whatever fields this Triton's launch reads of them.
         descriptor = TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block_shape))
         self._fields = {name: value for name, value in vars(descriptor).items() if name != "base"}
-        self._given: dict[int, Sequence[object]] = {}
+        self._cache: dict[int, Sequence[object]] = {}
 
     def of(self, base: object) -> object:
-        """The descriptor of the matrix that begins where `base` does, on 16 bytes."""
-        descriptor: Any = object.__new__(TensorDescriptor)  # pyright: ignore[reportArgumentType]
+        """Return the descriptor of the matrix that begins where `base` does, on 16 bytes."""
+        descriptor = object.__new__(TensorDescriptor)
         descriptor.__dict__ = {**self._fields, "base": base}
         return descriptor
 
     def at(self, address: int, expand: "Expand") -> Sequence[object]:
-        """What a direct launch is given for the matrix that begins at an address, always by the same `expand`.
+        """Return the arguments of a direct launch for the matrix that begins at an address, always by one `expand`.
 
-        It takes the host 3 us to make, and is a function of the address alone: weights stay where they are, and PyTorch
-        hands out the memory of activations again. So it is kept, and no tensor with it.
+        They take the host 3 us to make, and depend on the address alone: weights stay where they are, and PyTorch hands
+        out the memory of activations again. So they are cached, and no tensor with them.
         """
-        given = self._given.get(address)
-        if given is None:
-            if len(self._given) >= _MOST_PLACES:
-                self._given.clear()
-            given = self._given[address] = expand(self.of(_Address(address)))
-        return given
+        arguments = self._cache.get(address)
+        if arguments is None:
+            if len(self._cache) >= _MOST_DESCRIPTORS:
+                self._cache.clear()
+            base = SimpleNamespace(data_ptr=lambda: address)
+            arguments = self._cache[address] = expand(self.of(base))
+        return arguments
 
 
 COMPILES_ALONE = holds(COMPILING_ALONE)
 """Whether a thread may compile a kernel that nobody launches yet, while others launch and compile."""
-
 
 hashing = threading.Lock()
 """Held while Triton hashes itself, 400 MB, in a third of a second: all threads would do that at once, and the calls
@@ -119,14 +109,14 @@ beside them wait."""
 
 
 def hash_itself() -> None:
-    """Let Triton find out what the names of compiled kernels begin with, as the first of them has to; once."""
+    """Let Triton compute the prefix of the names of compiled kernels, once."""
     if triton_key is not None:
         with hashing:
             triton_key()
 
 
 def compile_alone(kernel: Any, arguments: Sequence[object], named: Mapping[str, object]) -> object:
-    """Compile a kernel for a launch with such arguments on the current device, which does not see it.
+    """Compile a kernel for a launch with such arguments on the current device, without a launch.
 
     Tensors may be anything with a dtype and a data_ptr(). Raises what Triton does.
     """
@@ -134,13 +124,13 @@ def compile_alone(kernel: Any, arguments: Sequence[object], named: Mapping[str, 
     return kernel.warmup(*arguments, grid=(1, 1), **named)
 
 
-_launchers: set[tuple[str, ...]] = set()  # of which parameters they are, but for what pointers point to
+_launchers: set[tuple[str, ...]] = set()  # by their parameters, whatever pointers point to
 
 
 def compile_launcher(compiled: Any) -> None:
-    """Let the host's C compiler make what launches such parameters, which takes as long as the kernel; once.
+    """Let the host's C compiler make the launcher of such parameters, which takes as long as the kernel; once.
 
-    Triton finds that on disk then. Raises what Triton does.
+    Triton finds it on disk then. Raises what Triton does.
     """
     words = tuple(["*" if str(word).startswith("*") else str(word) for word in compiled.src.signature.values()])
     make: Any = getattr(triton.runtime.driver.active, "launcher_cls", None)
@@ -150,74 +140,54 @@ def compile_launcher(compiled: Any) -> None:
 
 
 Expand = Callable[[object], Sequence[object]]
-"""What a kernel is given for a descriptor."""
+"""descriptor -> the kernel's arguments for it."""
 
 
-class _Launcher(NamedTuple):
-    """What Triton's launcher of a kernel calls in C, the settings that this takes, and what becomes of descriptors."""
+def direct_launch(
+    compiled: object, constants: Mapping[str, object]
+) -> tuple[Sequence[Expand] | None, Callable[..., None] | None]:
+    """Return how a direct launch expands descriptors, and a function that launches what a first launch compiled.
 
-    launch: Callable[..., None]
-    settings: tuple[object, ...]
-    expansions: tuple[Expand, ...]
-
-
-def _launcher_of(kernel: Any) -> _Launcher | None:
-    """Triton's launcher without its Python; None where it has memory to make for the kernel, or is another one."""
-    run = kernel.run
-    if not holds(LAUNCHER) or type(run).__name__ != "CudaLauncher":
-        return None
-    if run.global_scratch_size or run.profile_scratch_size:
-        return None
-    launch, expansions = run.launch, ()
-    if inspect.isfunction(launch):  # it makes arguments of descriptors first
-        held, triton_driver = inspect.getclosurevars(launch).nonlocals, inspect.getmodule(type(run))
-        launch, make = held["launcher"], getattr(triton_driver, "make_tensordesc_arg")  # noqa: B009
-        expansions = tuple(partial(_expanded, make, metadata) for metadata in held["tensordesc_meta"])
-    return _Launcher(launch, (run.launch_cooperative_grid, run.launch_pdl, None, None), expansions)
-
-
-def _expanded(make: Callable[..., Sequence[object]], metadata: object, descriptor: object) -> Sequence[object]:
-    return tuple(make(descriptor, metadata))
-
-
-def descriptor_expansions(compiled: object) -> tuple[Expand, ...] | None:
-    """How a direct launch is given each of a kernel's descriptors, in their order; None where it is given them as they
-    are."""
-    launcher = _launcher_of(compiled) if _launches_directly(compiled) else None
-    return None if launcher is None else launcher.expansions
-
-
-def _launches_directly(compiled: object) -> bool:
-    # It is none under the interpreter, or while compiling in the background.
-    return CompiledKernel is not None and isinstance(compiled, CompiledKernel) and holds(DIRECT_LAUNCH)
-
-
-def direct_launch(compiled: object, arguments: int, constants: Mapping[str, object]) -> Callable[..., None] | None:
-    """What launches again what a first launch compiled, on the device of that launch; None where that is Triton's task.
-
-    It takes the grid, two numbers of programs, and the arguments before the constants: a tensor, or the address where
-    it begins, which spares the driver's question where that is; of a descriptor what `descriptor_expansions` make of
-    it. It does without the hooks of Triton's profiler: asking for them takes longer than the launch.
+    The function launches on the device of the first launch. It takes the grid, two numbers of programs, and the
+    arguments before the constants: a tensor, or the address where it begins, which spares a question to the driver; in
+    place of a descriptor what its expansion returns. The expansions are None where it takes descriptors as they are. It
+    calls no hooks of Triton's profiler: asking for them takes longer than the launch. Both are None where Triton itself
+    has to launch.
 
     Args:
         compiled: what the first launch returned.
-        arguments: how many arguments the kernel has before its constants.
         constants: the constants in the order of the kernel's parameters.
     """
-    if not _launches_directly(compiled):
-        return None
+    # It is no CompiledKernel under the interpreter, or while compiling in the background.
+    if CompiledKernel is None or not isinstance(compiled, CompiledKernel) or not holds(DIRECT_LAUNCH):
+        return None, None
     driver: Any = triton.runtime.driver.active
     device, stream_of = driver.get_current_device(), driver.get_current_stream
     kernel: Any = compiled
-    launcher = _launcher_of(kernel)
-    run, settings = (kernel.run, ()) if launcher is None else (launcher.launch, launcher.settings)
+    run, settings, expansions = kernel.run, (), None
+    is_known = holds(LAUNCHER) and type(run).__name__ == "CudaLauncher"
+    if is_known and not (run.global_scratch_size or run.profile_scratch_size):  # or it allocates memory
+        settings = run.launch_cooperative_grid, run.launch_pdl, None, None
+        run, expansions = _behind(run)
     # What comes before the arguments, and behind the stream.
     fixed = kernel.function, *settings, kernel.packed_metadata, None, None, None
-    # Triton before 3.3 launches compiled kernels without the constants. One count too many or too few is no error in
-    # all versions, so the number of parameters decides.
-    appended = tuple(constants.values()) if len(kernel.src.signature) > arguments else ()
+    appended = tuple(constants.values())
 
     def launch(columns: int, rows: int, *given: object) -> None:
         run(columns, rows, 1, stream_of(device), *fixed, *given, *appended)
 
-    return launch
+    return expansions, launch
+
+
+def _behind(launcher: Any) -> tuple[Callable[..., None], Sequence[Expand]]:
+    """Return the function in C that Triton's launcher calls, and how it expands descriptors."""
+    launch = launcher.launch
+    if not inspect.isfunction(launch):
+        return launch, ()
+    held, triton_driver = inspect.getclosurevars(launch).nonlocals, inspect.getmodule(type(launcher))
+    make = getattr(triton_driver, "make_tensordesc_arg")  # noqa: B009
+
+    def expansion(metadata: object) -> Expand:
+        return lambda descriptor: tuple(make(descriptor, metadata))
+
+    return held["launcher"], [expansion(metadata) for metadata in held["tensordesc_meta"]]

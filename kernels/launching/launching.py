@@ -30,7 +30,6 @@ from ..internals.triton_runtime import (
     Expand,
     compile_alone,
     compile_launcher,
-    descriptor_expansions,
     direct_launch,
     hashing,
     is_unfit,
@@ -78,7 +77,7 @@ class Launch:
 
     Triton's own launch takes tens of microseconds of the host's time to classify each argument. `direct` goes straight
     to the compiled kernel; it is None until the first launch, and where Triton has to launch it each time.
-    `expansions` are those of `descriptor_expansions`. `is_compiled` says whether a first launch has to load it only.
+    `expansions` are those of `direct_launch`. `is_compiled` says whether a first launch has to load it only.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, object], options: Mapping[str, object]) -> None:
@@ -97,8 +96,8 @@ class Launch:
             with hashing:  # or this thread would do that, too
                 pass
             compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
-            self.expansions = descriptor_expansions(compiled)
-            self.direct = direct_launch(compiled, len(arguments), self._constants)
+            # In this order: another thread that finds the second needs the first.
+            self.expansions, self.direct = direct_launch(compiled, self._constants)
             self.is_compiled = True
 
     def compile_by(self, threads: Background, rank: float, device: torch.device, *arguments: object) -> None:
