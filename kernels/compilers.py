@@ -1,19 +1,18 @@
 """How torch.compile sees the kernels: as operators, and for Inductor the quantizer as plain operations.
 
-As an operator the quantizer is opaque, so that its input goes through memory. As plain operations in the graph it would
-be two readers of its input, the largest magnitude and the rounding, and what two read from more than four tensors, such
-as any modulated LayerNorm, Inductor stores. So its operations enter below the graph, where each reader computes the
-input for itself, and all of it is one kernel.
+An opaque quantizer reads its input from memory. Plain operations in the graph would be two readers of it, the largest
+magnitude and the rounding. Inductor stores what two readers share if it is computed from more than four tensors, such
+as any modulated LayerNorm. So the operations enter below the graph: each reader computes the input, all in one kernel.
 """
 
 import logging
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from .internals.torch_functions import dispatch_modes
 from .linear.channel_transform import ChannelTransform
-from .linear.linear_reference import quantize_activations_reference
+from .linear.linear_reference import Quantized, quantize_activations_reference
 
 _log = logging.getLogger(__name__)
 _warned_of: set[type[Exception]] = set()
@@ -21,7 +20,7 @@ _plain: set[type] = {torch.Tensor, torch.nn.Parameter}
 
 
 def read_as_plain(cls: type) -> None:
-    """Let kernels read tensors of a subclass as plain ones: in memory they are."""
+    """Let kernels read tensors of a subclass, which are plain in memory."""
     _plain.add(cls)
 
 
@@ -35,44 +34,34 @@ def is_dispatched(x: torch.Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _teach_inductor() -> bool:
-    """Tell Inductor, once per process, what the quantizer is. Always true.
+    """Register the quantizer's lowering with Inductor, once per process; always True.
 
     That is when a compiler first meets the kernels: importing Inductor takes a second.
     """
     try:
-        from .internals import inductor
+        from .internals.inductor import inline
     except ImportError as error:
         _warn_of(error)
-        return True
-    inductor.teach(torch.ops.int8_dit.quantize_activations.default, _lower_quantizer)
+    else:
+        inline(torch.ops.int8_dit.quantize_activations.default, _plain_quantizer, _warn_of)
     return True
 
 
-def _lower_quantizer(x: Any, smooth: Any, rotation_group: int | None, activation_bits: int) -> Any:
-    """Inductor's nodes of the quantizer's results, for its nodes of `x` and `smooth`.
+def _plain_quantizer(
+    x: torch.Tensor, smooth: torch.Tensor | None, rotation_group: int | None, activation_bits: int
+) -> Callable[..., Quantized] | None:
+    """Return the quantizer in plain operations, a function of x and perhaps `smooth`; None where it stays opaque.
 
-    A rotation stays opaque: it would be a pass over memory for each base-4 digit of its group. So do 16 bits, whose two
-    halves Inductor would write in two kernels, and a matrix without columns.
+    A rotation does: it would be a pass over memory for each base-4 digit of its group. So do 16 bits, whose two halves
+    Inductor would write in two kernels, and a matrix without columns.
     """
-    from .internals import inductor
-
-    fakes = inductor.tensors_of_call()
-    if rotation_group is None and activation_bits == 8 and fakes[0].shape[1]:
-        try:
-            return inductor.plain(_quantized_rows, [x] if smooth is None else [x, smooth], fakes)
-        except Exception as error:  # a PyTorch whose Inductor is made otherwise
-            _warn_of(error)
-    operator = torch.ops.int8_dit.quantize_activations.default
-    return inductor.opaque(operator, x, smooth, rotation_group, activation_bits)
-
-
-def _quantized_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The quantizer in plain operations, of x and perhaps the factors of a smoothing."""
-    return quantize_activations_reference(tensors[0], ChannelTransform(*tensors[1:2], rotation_group=None))
+    if rotation_group is not None or activation_bits != 8 or not x.shape[1]:
+        return None
+    return lambda x, *smooth: quantize_activations_reference(x, ChannelTransform(*smooth, rotation_group=None))
 
 
 def _warn_of(error: Exception) -> None:
-    """Once for errors of a kind, whatever shapes they name."""
+    """Log the first error of each type, whatever shapes it names."""
     if type(error) not in _warned_of:
         _warned_of.add(type(error))
         _log.warning("INT8: compiled models run slower than they could, as this PyTorch's Inductor raised %r", error)

@@ -1,7 +1,7 @@
-"""Inductor: what an operator of the pack becomes in its graphs. Importing this takes a second."""
+"""How Inductor lowers an operator. Importing this takes a second."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,24 +14,31 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 
-def teach(operator: Any, lower: Callable[..., Any]) -> None:
-    """Let `lower` make Inductor's nodes of an operator's results out of those of its arguments, once per process."""
+def inline(operator: Any, plain: Callable[..., Callable[..., Any] | None], warn: Callable[[Exception], None]) -> None:
+    """Let Inductor inline an operator as plain operations, from now on in this process.
+
+    Args:
+        operator: its tensors come first.
+        plain: (*arguments, fake tensors among them) -> a function of the tensors, or None to leave the operator opaque.
+        warn: called with an error of either, which leaves the operator opaque.
+    """
+
+    def lower(*arguments: Any) -> Any:
+        fakes = [node.meta["val"] for node in V.graph.current_node.all_input_nodes]
+        try:
+            function = plain(*fakes, *arguments[len(fakes) :])
+            if function is not None:
+                return _lowered(function, arguments, fakes)
+        except Exception as error:  # a PyTorch whose Inductor is made otherwise
+            warn(error)
+        return fallback_handler(operator, add_to_fallback_set=False)(*arguments)
+
     if operator not in lowerings:
         register_lowering(operator, type_promotion_kind=None)(lower)
 
 
-def opaque(operator: Any, *arguments: Any) -> Any:
-    """Nodes of an operator's results that leave it the call that it is."""
-    return fallback_handler(operator, add_to_fallback_set=False)(*arguments)
-
-
-def tensors_of_call() -> list[torch.Tensor]:
-    """Fake tensors like the arguments of the operator that is being lowered."""
-    return [node.meta["val"] for node in V.graph.current_node.all_input_nodes]
-
-
-def plain(function: Callable[..., Any], inputs: list[Any], fakes: list[torch.Tensor]) -> Any:
-    """Nodes of the results of a function of plain operations; `fakes` look like what the nodes `inputs` stand for."""
+def _lowered(function: Callable[..., Any], inputs: Sequence[Any], fakes: Sequence[torch.Tensor]) -> Any:
+    """Return the nodes of a function's results for the nodes `inputs`, which stand for tensors like `fakes`."""
     with V.fake_mode:
         graph = make_fx(function, decomposition_table=select_decomp_table())(*fakes).graph
     nodes: dict[torch.fx.Node, Any] = {}
