@@ -1,6 +1,5 @@
-"""Fused ops of rows, one program a token: norms, modulated and quantized for the next linear, or gated and added to the
-residual; activation functions and their gates, quantized.
-"""
+"""Kernels and launches of fused ops of rows, one program a token: norms, modulated and quantized for the next linear,
+or gated and added to the residual; activation functions and their gates, quantized."""
 
 import torch
 import triton
@@ -26,13 +25,13 @@ from ..operators import Tensors
 
 @triton.jit
 def _load_read_once(row, offsets, K):
-    """A part of one row in float32, zeros beyond K. It leaves the cache first."""
+    """Load a part of one row in float32, zeros beyond K. It leaves the cache first."""
     return tl.load(row + offsets, mask=offsets < K, other=0.0, eviction_policy="evict_first").to(tl.float32)
 
 
 @triton.jit
 def _load_shared(row, offsets, K):
-    """The same of a row that other programs read too. It leaves the cache last."""
+    """Load a part of a row that other programs read too. It leaves the cache last."""
     return tl.load(row + offsets, mask=offsets < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
 
 
@@ -43,10 +42,7 @@ def _centered(values, mean, offsets, K):
 
 @triton.jit
 def _normalized(x_row, head_offsets, tail_offsets, K, eps, NORM: tl.constexpr, TAIL: tl.constexpr):
-    """HEAD and TAIL of a row divided by their root mean square, or by their deviation after the mean is subtracted.
-
-    NORM is "rms", "layer" or "none". Without a TAIL the second value is the first one again.
-    """
+    """Return HEAD and TAIL of a row after its NORM: "rms", "layer" or "none". Without a TAIL both are HEAD."""
     head = _load_read_once(x_row, head_offsets, K)
     tail = head
     if TAIL > 0:
@@ -124,7 +120,7 @@ def norm_quantize_kernel(
 ):
     """One program: norm(x) scale + shift of one token, smoothed, rotated and quantized as activations are.
 
-    Of each tensor [B, T, K] the kernel knows how far apart samples and tokens lie: 0 where one row serves all.
+    Strides of samples and tokens are 0 where one row serves all.
     """
     row = tl.program_id(0)
     weight = weight if HAS_WEIGHT else None
@@ -219,17 +215,15 @@ NORM_QUANTIZE = row_launcher(norm_quantize_kernel)
 def launch_norm_quantize(
     tensors: Tensors, kind: str, eps: float, rotation_group: int | None, activation_bits: int
 ) -> Layout | None:
-    """The launch on checked, non-empty x, weight, bias, scale, shift, smooth and rows like these; None for rows that no
-    program holds."""
-    x = tensors[0]
+    """Return the launch on checked, non-empty x, weight, bias, scale, shift, smooth and rows like these; None for rows
+    that no program holds."""
+    x, *others = tensors
     channels, group = x.shape[-1], rotation_group or 1
     if not fits_registers(channels, group):
         return None
-    read = dense(tensors)
-    given = (tensor is not None for tensor in tensors[1:])
     head, tail, _, warps = row_blocks(channels, group)
-    form = (kind, *given, activation_bits == 16, head, tail, group, warps)
-    strides = (*token_strides(read[0]), *token_strides(read[3]), *token_strides(read[4]))
+    form = (kind, *(tensor is not None for tensor in others), activation_bits == 16, head, tail, group, warps)
+    strides = (stride for tensor in dense((x, *others[2:4])) for stride in token_strides(tensor))
     numbers = (x.shape[-2], channels, *strides, eps)
     return Layout(NORM_QUANTIZE, form, (x.numel() // channels, 1), numbers, tensors, dense)
 
@@ -240,14 +234,14 @@ GATED_RESIDUAL = row_launcher(gated_residual_kernel)
 def launch_gated_residual(
     tensors: Tensors, kind: str | None, eps: float, out: tuple[torch.Tensor] | None = None
 ) -> Layout | None:
-    """The launch on checked, non-empty residual, x, gate, weight, bias and rows like these; None for rows that no
-    program holds."""
-    _, x, *given = tensors
+    """Return the launch on checked, non-empty residual, x, gate, weight, bias and rows like these; None for rows that
+    no program holds."""
+    _, x, gate, *others = tensors
     channels = x.shape[-1]
     if not fits_registers(channels, 1):
         return None
     head, tail, _, warps = row_blocks(channels, 1)
-    form = (kind or "none", *(tensor is not None for tensor in (*given[1:], given[0])), head, tail, warps)
+    form = (kind or "none", *(tensor is not None for tensor in (*others, gate)), head, tail, warps)
     strides = (stride for tensor in dense(tensors[:3]) for stride in token_strides(tensor))
     numbers = (x.shape[-2], channels, *strides, eps)
     return Layout(GATED_RESIDUAL, form, (x.numel() // channels, 1), numbers, tensors, dense)
@@ -255,7 +249,7 @@ def launch_gated_residual(
 
 @triton.jit
 def _activated(x, ACTIVATION: tl.constexpr):
-    """silu, gelu_tanh, gelu or sigmoid of float32; 0 for 0, but for the sigmoid."""
+    """Return silu, gelu_tanh, gelu or sigmoid of float32; 0 for 0, but for the sigmoid."""
     if ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
@@ -270,8 +264,7 @@ def _load_activated(
     gate_row, up_row, beside_row, smooth, start, K, FIRST, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK channels from `start` on of one row [beside | activation(gate) up] in float32, smoothed and rotated; zeros
-    beyond K."""
+    """Return BLOCK channels of one row [beside | activation(gate) up], smoothed and rotated; zeros beyond K."""
     offsets = input_offsets(start, BLOCK, GROUP)
     inside = offsets < K
     if beside_row is not None:
@@ -336,23 +329,22 @@ ACTIVATE_QUANTIZE = row_launcher(activate_quantize_kernel)
 
 
 def _tokens(tensors: Tensors) -> Tensors:
-    """[..., F] as [B, T, F] or [T, F]."""
+    """Reshape [..., F] to [B, T, F] or [T, F]."""
     return [part if part is None or part.ndim < 4 else part.reshape(-1, part.shape[-1]) for part in dense(tensors)]
 
 
 def launch_activate_quantize(
     tensors: Tensors, activation: str, rotation_group: int | None, activation_bits: int
 ) -> Layout | None:
-    """The launch on checked, non-empty gate, up, beside and smooth like these; None for rows that no program holds."""
+    """Return the launch on checked, non-empty gate, up, beside and smooth like these; None for rows that no program
+    holds."""
     gate, _, beside, _ = tensors
     first, group = 0 if beside is None else beside.shape[-1], rotation_group or 1
     channels = first + gate.shape[-1]
     if not fits_registers(channels, group):
         return None
-    read = _tokens(tensors)
-    given = (tensor is not None for tensor in tensors[1:])
     head, tail, _, warps = row_blocks(channels, group)
-    form = (activation, *given, activation_bits == 16, head, tail, group, warps)
-    tokens = gate.numel() // gate.shape[-1] if gate.ndim > 3 else gate.shape[-2]
-    numbers = (tokens, channels, first, *(stride for part in read[:3] for stride in token_strides(part)))
+    form = (activation, *(part is not None for part in tensors[1:]), activation_bits == 16, head, tail, group, warps)
+    strides = (stride for part in _tokens(tensors[:3]) for stride in token_strides(part))
+    numbers = (gate.numel() // gate.shape[-1] if gate.ndim > 3 else gate.shape[-2], channels, first, *strides)
     return Layout(ACTIVATE_QUANTIZE, form, (gate.numel() // gate.shape[-1], 1), numbers, tensors, _tokens)

@@ -1,4 +1,8 @@
-"""The fused ops between linears: norms, activations and gates that quantize, gated residuals, rotary positions."""
+"""The fused ops between linears: norms, activations and gates that quantize, gated residuals, rotary positions.
+
+Here an op checks its arguments and has its reference; `launch_...` of its name, in the file that its decorator names,
+launches its kernel.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "sigmoid": torch.sigmoid,
 }
-"""What each computes. A sigmoid is not 0 for 0, so that only one with `up` is quantized."""
+"""By name. A sigmoid is not 0 for 0, so that only one with `up` is quantized."""
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -34,7 +38,7 @@ class Norm:
 
 
 def normalized(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """norm(x) over the last axis in float32."""
+    """Return norm(x) over the last axis in float32."""
     values = x.float()
     if norm.kind == "layer":
         values = values - values.mean(-1, keepdim=True)
@@ -51,7 +55,7 @@ def modulated(
     shift: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """norm(x) scale + shift in float32, of arguments as `norm_quantize` has them; without a norm of x as it is."""
+    """Return norm(x) scale + shift in float32, or x scale + shift, with the arguments of `norm_quantize`."""
     values = x.float() if norm is None else normalized(x, norm)
     if scale is not None:
         values = values * _chosen(scale, rows)
@@ -59,7 +63,7 @@ def modulated(
 
 
 def _chosen(modulation: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """A modulation in float32, of each token its own where `rows` choose."""
+    """Return the modulation in float32, its `rows` of the tokens where they are given."""
     return (modulation if rows is None else modulation.index_select(-2, rows)).float()
 
 
@@ -81,23 +85,20 @@ def norm_quantize(
     activation_bits: int = 8,
     rows: torch.Tensor | None = None,
 ) -> Operation[Quantized]:
-    """norm(x) scale + shift, quantized per token as `quantize_activations` does; float32 in between.
+    """Quantize norm(x) scale + shift per token as `quantize_activations` does; float32 in between.
 
     Args:
         x: [B, T, K] or [T, K], bf16, fp16 or fp32.
-        norm: the norm over K.
         scale, shift: [B or 1, T or 1, K], with as many axes as `x`, or None.
-        transform: what is done to the channels before they are quantized.
+        transform: of the channels before they are quantized.
         activation_bits: 8 or 16.
         rows: int32 [T], or None: which row of scale and shift [B or 1, M, K] each token has. Each must be below M,
             which is not checked: that would wait for the GPU.
 
-    Returns:
-        int8 [B T, K], or [B T, 2K] for 16 bits, and float32 per-token scale [B T].
+    Returns int8 [B T, K], or [B T, 2K] for 16 bits, and float32 per-token scale [B T].
 
-    Raises:
-        TypeError, ValueError: wrong dtype, shape, device, group or number of bits.
-        RuntimeError: an argument needs a gradient, which rounding does not have.
+    Raises TypeError or ValueError for a wrong dtype, shape, device, group or number of bits, and RuntimeError where an
+    argument needs a gradient, which rounding does not have.
     """
     check_tokens("x", x)
     _check_norm(norm, x.shape[-1])
@@ -118,17 +119,13 @@ def gated_residual(
     rows: torch.Tensor | None = None,
     out: tuple[torch.Tensor] | None = None,
 ) -> Operation[torch.Tensor]:
-    """residual + gate norm(x); float32 in between.
+    """Return residual + gate norm(x) in the dtype of `residual`; float32 in between.
 
     Args:
         residual, x: [B, T, K] or [T, K], bf16, fp16 or fp32.
         gate: [B or 1, T or 1, K], with as many axes as `x`, or None for ones.
-        norm: the norm of `x`, or None.
         rows: which row of `gate` each token has, as in `norm_quantize`; or None.
         out: the contiguous tensor to write into, which may be `residual`; a new one when None.
-
-    Returns:
-        The sum in the dtype of `residual`.
 
     Raises TypeError or ValueError for a wrong dtype, shape or device.
     """
@@ -151,7 +148,7 @@ def gated_residual(
 def activated(
     gate: torch.Tensor, activation: str, up: torch.Tensor | None = None, beside: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """activation(gate) up behind `beside`, in float32, of arguments as `activate_quantize` has them."""
+    """Return activation(gate) up behind `beside` in float32, with the arguments of `activate_quantize`."""
     values = ACTIVATIONS[activation](gate.float())
     values = values if up is None else values * up.float()
     return values if beside is None else torch.cat([beside.float(), values], dim=-1)
@@ -166,21 +163,18 @@ def activate_quantize(
     transform: ChannelTransform = UNCHANGED,
     activation_bits: int = 8,
 ) -> Operation[Quantized]:
-    """activation(gate) up behind the channels of `beside`, quantized per token; float32 in between.
+    """Quantize activation(gate) up behind the channels of `beside` per token; float32 in between.
 
     Args:
         gate, up: [..., F] bf16, fp16 or fp32; either may be some columns of a wider tensor.
         activation: one of ACTIVATIONS.
         beside: [..., K - F] channels that come first, as they are; or None.
-        transform: what is done to all K channels before they are quantized.
+        transform: of all K channels before they are quantized.
         activation_bits: 8 or 16.
 
-    Returns:
-        int8 [rows, K], or [rows, 2K] for 16 bits, and float32 per-token scale [rows].
+    Returns int8 [rows, K], or [rows, 2K] for 16 bits, and float32 per-token scale [rows].
 
-    Raises:
-        TypeError, ValueError: unknown activation; wrong dtype, shape, device, group or number of bits.
-        RuntimeError: an argument needs a gradient, which rounding does not have.
+    Raises what `norm_quantize` does, and ValueError for an unknown activation.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
@@ -210,7 +204,7 @@ def norm_rope(
     pairs: Literal["neighbours", "halves"],
     out: Pair | None = None,
 ) -> Operation[Pair]:
-    """The norms of queries and keys and their rotary positions; float32 in between.
+    """Return norms of queries and keys with rotary positions, both [B, T, H, D]; float32 in between.
 
     Args:
         q, k: [B, T, H, D] bf16, fp16 or fp32, of any strides.
@@ -219,9 +213,6 @@ def norm_rope(
             axes of size 1 before T: the matrix by which each pair of elements is multiplied.
         pairs: which elements of a head are a pair: 2i and 2i + 1, or i and i + D / 2.
         out: two tensors like q and k to write into, such as slices of a longer sequence; new ones when None.
-
-    Returns:
-        Both results, [B, T, H, D].
 
     Raises TypeError or ValueError for a wrong dtype, shape or device.
     """

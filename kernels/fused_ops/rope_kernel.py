@@ -1,4 +1,4 @@
-"""Norms of queries and keys and their rotary positions, in one pass over both."""
+"""Kernel and launch of norms of queries and keys with rotary positions, in one pass over both."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from ..operators import Tensors
 def _load_pairs(
     row, heads, stride, H, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr
 ):
-    """First and second elements of the pairs of some heads [HEADS, 1], float32 [HEADS, HALF] each, zeros outside."""
+    """Return first and second elements of the pairs of `heads` [HEADS, 1], float32 [HEADS, HALF], zeros outside."""
     if NEIGHBOURS:
         element = tl.arange(0, 2 * HALF)[None, :]
         both = tl.load(row + heads * stride + element, mask=(heads < H) & (element < D), other=0.0).to(tl.float32)
@@ -47,8 +47,7 @@ def _store_pairs(
 def _load_matrices(
     freqs, row, heads, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr
 ):
-    """The four elements of a token's matrices [D / 2, 2, 2]: [1, HALF], or with EACH [HEADS, HALF] of some heads' own
-    among H."""
+    """Return the four elements of a token's matrices, [1, HALF]; with EACH those of `heads`, [HEADS, HALF]."""
     element = tl.arange(0, 4 * HALF)[None, :]
     if EACH:
         first = (row.to(tl.int64) * H + heads) * (2 * D)
@@ -68,7 +67,7 @@ def _finish(
     first, second, inverse, weight, out_row, matrices, heads, out_head, H,
     D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
-    """Some heads: norm and weight applied, rotated, stored."""
+    """Apply norm and weight to some heads, rotate and store them."""
     if NORM == "heads":
         inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(first * first + second * second, axis=1) / D + inverse))[:, None]
     if NORM != "none":
@@ -93,7 +92,7 @@ def _norm_rope_token(
     D: tl.constexpr, HALF: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
     NORM: tl.constexpr, NEIGHBOURS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """All H heads of one token, HEAD and TAIL of them. NORM is "heads", "all" or "none"."""
+    """Norm and rotate the H heads of one token, HEAD and TAIL of them. NORM is "heads", "all" or "none"."""
     heads = tl.arange(0, HEAD)[:, None]
     matrices = _load_matrices(freqs, token, heads, H, D, HEAD, HALF, EACH)
     first, second = _load_pairs(x_row, heads, x_head, H, D, HEAD, HALF, NEIGHBOURS)
@@ -157,8 +156,8 @@ def norm_rope_kernel(
     D: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """One program: the query or the key of one token. Both follow each other, so that one finds the other's matrices
-    in the cache. There are no biases."""
+    """One program: the query or the key of one token, side by side, so that the second finds the matrices in the cache.
+    There are no biases."""
     row = tl.program_id(0) // 2
     if tl.program_id(0) % 2 == 0:
         _norm_rope_token(
@@ -178,12 +177,12 @@ NORM_ROPE = row_launcher(norm_rope_kernel)
 
 
 def _strides(x: torch.Tensor) -> tuple[int, ...]:
-    """How far apart samples, tokens and heads of [B, T, H, D] lie; 0 along an axis of size 1."""
+    """Return the strides of samples, tokens and heads of [B, T, H, D]; 0 along an axis of size 1."""
     return tuple(stride if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True))
 
 
 def _side(heads: int, width: int, kind: str | None, weight: torch.Tensor | None) -> tuple[object, ...]:
-    """The kernel's constants of queries or of keys: what their norm goes over, whether it has a weight, the heads."""
+    """Return the kernel's constants of queries or of keys: the norm's extent, whether it has a weight, the heads."""
     of_all = weight is not None and weight.numel() == heads * width != width
     head = 1 << (heads.bit_length() - 1)
     tail = 1 << (heads - head - 1).bit_length() if heads > head else 0
@@ -203,8 +202,8 @@ def launch_norm_rope(
     pairs: str,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Layout | None:
-    """The launch on checked, non-empty q, k, weight and bias of the norm of each, and freqs like these; None where no
-    program holds all heads of a token, or cannot write to `out`."""
+    """Return the launch on checked, non-empty q, k, weight and bias of the norm of each, and freqs like these; None
+    where no program holds all heads of a token, or can write to `out`."""
     q, k, q_weight, _, k_weight, _, freqs = tensors
     heads, width = (q.shape[2], k.shape[2]), q.shape[3]
     writable = out is None or out[0].stride(-1) == out[1].stride(-1) == 1
