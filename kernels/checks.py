@@ -1,4 +1,4 @@
-"""Argument checks shared by the operations, so that a bad call is refused before any launch and says why."""
+"""Argument checks that operations share: a bad call is refused before any launch."""
 
 import torch
 
@@ -35,8 +35,8 @@ def check_tokens(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_modulation(name: str, tensor: torch.Tensor | None, x: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-    """Raise TypeError or ValueError unless `tensor` is None or has the axes of `x` [B, T, K], B and T possibly 1; with
-    `rows`, which choose among them, any number in the place of T."""
+    """Raise TypeError or ValueError unless `tensor` is None or [B or 1, T or 1, K] for x [B, T, K]; with `rows`, which
+    choose among its rows, [B or 1, any, K]."""
     if tensor is None:
         return
     check_dtype(name, tensor.dtype)

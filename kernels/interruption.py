@@ -1,4 +1,4 @@
-"""Stopping long work: whoever starts it says how to ask whether to go on, and the work asks between its parts."""
+"""Interruption of long work: its caller sets a check, which the work calls between its parts."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ _check: ContextVar[Callable[[], None] | None] = ContextVar("int8_dit_check", def
 
 @contextlib.contextmanager
 def interruptible(check: Callable[[], None]) -> Iterator[None]:
-    """Let work of this thread within the block call `check`, which raises to stop it."""
+    """Set the check of this thread's work within the block; it raises to stop the work."""
     token = _check.set(check)
     try:
         yield
@@ -18,7 +18,7 @@ def interruptible(check: Callable[[], None]) -> Iterator[None]:
 
 
 def stop_if_asked() -> None:
-    """Raise what the innermost `interruptible` raises; nothing outside of one."""
+    """Call the check of the innermost `interruptible`, if there is one."""
     check = _check.get()
     if check is not None:
         check()

@@ -1,8 +1,7 @@
-"""The one cache of what a call found out, so that the next one like it need not ask again.
+"""The cache of what calls found out, by the layouts of their tensors (shapes, strides, dtypes, devices) and constants.
 
-A key consists of what was asked, layouts of tensors (shapes, strides, dtypes, devices) and constants. Values hold no
-tensors. Cached are: plans of ops and launches of their kernels, which way of exact attention runs, whether a kernel is
-exact on a card, and what is compiled ahead.
+Values hold no tensors. Cached are plans of ops and launches of their kernels, which way of exact attention runs,
+whether a kernel is exact on a card, and what is compiled ahead.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ KEPT: dict[tuple, Any] = {}
 
 
 def keep(key: tuple, value: Any) -> Any:
-    """Store a value, and return it."""
+    """Store a value and return it. A full cache is cleared first."""
     if len(KEPT) >= MOST_KEPT:
         KEPT.clear()
     KEPT[key] = value
@@ -22,7 +21,7 @@ def keep(key: tuple, value: Any) -> Any:
 
 
 class KeptFor:
-    """A cached function that leaves the cache after so many calls."""
+    """A cached function that is removed from the cache after so many calls."""
 
     def __init__(self, key: tuple, function: Callable[..., Any], calls: int) -> None:
         self._key, self._function, self._left = key, function, calls
@@ -35,6 +34,6 @@ class KeptFor:
 
 
 def kept(key: tuple, make: Callable[[], Any]) -> Any:
-    """The cached value of `key`. A call that finds none stores what `make` returns, which must not be None."""
+    """Return the cached value of `key`; compute it by `make`, which must not return None, on first use."""
     value = KEPT.get(key)
     return keep(key, make()) if value is None else value

@@ -1,7 +1,7 @@
-"""Memory that a host's plan for the memory of calls must not count on: it outlives a call, or is asked for once.
+"""Allocations outside of a host's memory plan: they outlive a call, or are made once.
 
-ComfyUI's compiler records what a call of a block asks for, serves the next calls from that, and ends the process over
-what is still held when a call returns. Whoever plans so says how to ask for other memory.
+ComfyUI's compiler records the allocations of a block's call, serves the next calls from that memory, and ends the
+process over what is still held when a call returns. A host with such a plan sets the context for other allocations.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ _outside: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def ask_outside_plan_by(context: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Let `unplanned_memory` be `context()` from now on, in the whole process. For the host, when it loads the pack."""
+    """Set the context of `unplanned_memory` for the whole process. The host calls it when it loads the pack."""
     global _outside
     _outside = context
 
 
 def unplanned_memory() -> AbstractContextManager[Any]:
-    """A context in which allocations are no part of the host's plan."""
+    """Return a context in which allocations are no part of the host's plan."""
     return _outside()

@@ -1,4 +1,4 @@
-"""What an operator of the pack is: a function and a kernel. All else follows from these.
+"""The operators of the pack. Each is a function and a kernel; schema, fake, dispatch and plans follow from these.
 
     @operator(kernel="fused_ops.fused_kernels", rounds=True)
     def norm_quantize(x: torch.Tensor, norm: Norm, ...) -> Operation[Quantized]:
@@ -7,10 +7,11 @@
         yield [(shape, torch.int8), ((rows,), torch.float32)]
         yield q, scale
 
-The function's signature is the operator's. It checks the arguments, yields what the results look like, and then the
-results, in plain PyTorch: that is the reference, which runs where no kernel does. What was found out about arguments of
-one layout is not asked again. To a compiler it is opaque, `torch.ops.int8_dit.norm_quantize`, with the fields of a
-Norm, a ChannelTransform or a LowRank as arguments of their own.
+The function checks its arguments, yields shape and dtype of each result, and then the results in plain PyTorch: the
+reference, which runs where no kernel does. The kernel's launch is `launch_norm_quantize` of fused_ops/fused_kernels.py:
+the first call with arguments of a layout (shapes, strides, dtypes, devices) asks it for a launch, and later ones find
+that in the cache. To a compiler the operator is opaque, `torch.ops.int8_dit.norm_quantize`, with the fields of a Norm,
+a ChannelTransform or a LowRank as arguments of their own.
 """
 
 import functools
@@ -38,8 +39,6 @@ Tensors = Sequence[Any]
 """Those of a call in the order of the operator's schema, None for a missing one."""
 OperatorLaunch = Callable[[Tensors, Sequence[torch.Tensor]], None]
 """Launches a kernel on the tensors of a call to fill the results."""
-Plan = tuple[OperatorLaunch | None, Sequence[Result]]
-"""What launches the kernel, None for the reference, and what the results look like."""
 
 NAMESPACE = "int8_dit"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # an operator lives as long as its library
@@ -48,76 +47,71 @@ _WORDS = {torch.Tensor: "Tensor", str: "str", int: "int", float: "float", bool: 
 
 
 class OperatorCall(NamedTuple):
-    """A call of an operator without its numbers: of each tensor its shape and dtype, and what else it is given."""
+    """A call of an operator: its arguments, with shape and dtype in place of each tensor."""
 
     operator: "Operator"
     arguments: tuple[Any, ...]
 
     def with_tensors(self, new: Callable[..., Any]) -> list[Any]:
-        """The function's arguments, with tensors that `new` makes of a shape and a dtype."""
+        """Return the function's arguments, with tensors that `new` makes of a shape and a dtype."""
         flat = [new(*each[0], dtype=each[1]) if isinstance(each, tuple) else each for each in self.arguments]
         return self.operator._structured(flat)
 
 
 class _Parameter(NamedTuple):
-    """A parameter of an op: its words of the schema; if its value has fields, these, and if it may be None, the values
-    that stand for that."""
+    """A parameter of an op."""
 
     kind: type
-    schema: tuple[str, ...]
+    schema: list[str]
+    """Its words of the operator's schema, such as `int? rotation_group`."""
     fields: tuple[str, ...] = ()
+    """Those of a dataclass or named tuple: `q_norm` has q_norm_kind, q_norm_eps and so on in the schema."""
     absent: tuple = ()
+    """The fields of a value that is None, where it may be."""
 
 
 def _kind(hint: Any) -> tuple[type, bool]:
-    """The type that an annotation names, and whether it may be None."""
+    """Return the type that an annotation names, and whether it may be None."""
     given = get_args(hint)
     if type(None) in given:
         return given[0], True
     return (type(given[0]) if get_origin(hint) is Literal else hint), False
 
 
-def _word(kind: type, optional: bool, name: str) -> str:
-    """`int? rotation_group`."""
-    return f"{_WORDS[kind]}{'?' if optional else ''} {name}"
-
-
 def _parameter(name: str, hint: Any) -> _Parameter:
-    """The fields of `q_norm` are q_norm_kind, q_norm_eps and so on."""
     kind, optional = _kind(hint)
-    names: tuple[str, ...] = tuple(getattr(kind, "_fields", ()) or getattr(kind, "__dataclass_fields__", ()))
-    if not names:
-        return _Parameter(kind, (_word(kind, optional, name),))
-    hints = get_type_hints(kind)
-    kinds = [_kind(hints[field]) for field in names]
-    # A value that is None has None as its first field, and no tensors.
-    kinds = [(of, may or (optional and (place == 0 or of is torch.Tensor))) for place, (of, may) in enumerate(kinds)]
-    absent = tuple(None if may else of() for of, may in kinds) if optional else ()
-    schema = tuple(_word(of, may, f"{name}_{field}") for (of, may), field in zip(kinds, names, strict=True))
-    return _Parameter(kind, schema, names, absent)
+    fields: tuple[str, ...] = tuple(getattr(kind, "_fields", ()) or getattr(kind, "__dataclass_fields__", ()))
+    if not fields:
+        return _Parameter(kind, [f"{_WORDS[kind]}{'?' if optional else ''} {name}"])
+    hints, schema, absent = get_type_hints(kind), [], []
+    for field in fields:
+        of, may = _kind(hints[field])
+        # A value that is None has None as its first field, and no tensors.
+        may = may or (optional and (not absent or of is torch.Tensor))
+        schema.append(f"{_WORDS[of]}{'?' if may else ''} {name}_{field}")
+        absent.append(None if may else of())
+    return _Parameter(kind, schema, fields, tuple(absent) if optional else ())
 
 
 def _differentiated(values: Iterable[Any]) -> bool:
-    """Whether a gradient is asked of a tensor among them."""
+    """Whether a tensor among them requires a gradient."""
     return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 class Operator(Generic[P, R]):
-    """An operator; see above.
+    """An operator; see above. Its results are allocated where the tensor `x` is, or the first one.
 
     The pack can be imported twice in one process under different names (as ComfyUI's custom node and as plain
     `kernels`), but operators belong to the process: the first import defines them, and the second uses those.
 
     Args:
         function: takes tensors, plain values, and dataclasses and named tuples of these. It raises TypeError or
-            ValueError for bad ones; that all tensors are on one device is checked for all. A last parameter `out`, none
+            ValueError for bad ones, but does not check that all tensors are on one device. A last parameter `out`, none
             of the operator's, is where the results are written.
         kernel: the module under kernels/ whose `launch_...` is of the op's name. It takes the tensors of a call in the
             order of the schema, what else the schema has, and `out` if there is one.
-        rounds: whether results are rounded, so that they have no gradient; or of which tensors only, as the others are
-            constants.
-
-    The results are made where the tensor `x` is, or the first one.
+        rounds: whether results are rounded, so that they have no gradient; or the names of the tensors that would need
+            one, as the others are constants.
     """
 
     def __init__(
@@ -151,7 +145,7 @@ class Operator(Generic[P, R]):
         self._refused = range(len(words)) if rounds is True else [words.index(f"Tensor {of}") for of in rounds or ()]
 
     def _define(self, schema: str) -> None:
-        """It is opaque, and refuses gradients itself, where that costs least."""
+        # It is opaque, and refuses gradients itself, where that costs least.
         if hasattr(getattr(torch.ops, NAMESPACE), self.name):
             return
         _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
@@ -160,7 +154,7 @@ class Operator(Generic[P, R]):
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", self._fake, lib=_library)
 
     def __call__(self, *given: P.args, **named: P.kwargs) -> R:
-        """The results. Raises what the function does; RuntimeError where a gradient is asked to pass a rounding."""
+        """Return the results. Raises what the function does; RuntimeError where a gradient would pass a rounding."""
         if named or not self._required <= len(given) <= len(self._names):
             arguments = self._bound(given, named)
         else:
@@ -171,12 +165,12 @@ class Operator(Generic[P, R]):
         return self._run(arguments, flat)
 
     def reference(self, *arguments: Any) -> R:
-        """The results in plain PyTorch."""
+        """Return the results in plain PyTorch."""
         _, results = self.function(*arguments)
         return cast(R, results)
 
     def _bound(self, given: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Any]:
-        """The arguments by their places; raises TypeError for those that the function does not have, or lacks."""
+        """Return all arguments in order; raise TypeError for those that the function does not have, or lacks."""
         rest = list(zip(self._names, self._defaults, strict=True))[len(given) :]
         arguments = [*given, *[named.get(name, default) for name, default in rest]]
         known = [name for name, _ in rest if name in named]
@@ -186,7 +180,7 @@ class Operator(Generic[P, R]):
         return arguments
 
     def flat(self, arguments: Sequence[Any]) -> list[Any]:
-        """The operator's arguments for the function's."""
+        """Return the operator's arguments for the function's."""
         flat = []
         for value, names, absent in zip(arguments, self._fields, self._absent, strict=False):
             if not names:
@@ -198,7 +192,7 @@ class Operator(Generic[P, R]):
         return flat
 
     def _structured(self, flat: Sequence[Any]) -> list[Any]:
-        """The function's arguments for all of the operator's."""
+        """Return the function's arguments for the operator's: the inverse of `flat`."""
         values, arguments = iter(flat), []
         for parameter in self._parameters:
             own = [next(values) for _ in parameter.schema]
@@ -209,7 +203,7 @@ class Operator(Generic[P, R]):
         return [*arguments, None] if self._has_out else arguments
 
     def _dispatched(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
-        """A call through the dispatcher."""
+        """Call through the dispatcher."""
         out = arguments[-1] if self._has_out else None
         if not self.rounds and _differentiated(flat):
             return self.reference(*arguments)
@@ -221,7 +215,7 @@ class Operator(Generic[P, R]):
         return out[0] if self._single else out
 
     def _run(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
-        """The kernel, or the function."""
+        """Launch the kernel, or compute the reference."""
         out, tensors = arguments[-1] if self._has_out else None, self._tensors(flat)
         launch, results = self._plan(arguments, flat, tensors if out is None else (*tensors, *out))
         if torch.is_grad_enabled():
@@ -237,12 +231,16 @@ class Operator(Generic[P, R]):
         return made[0] if self._single else tuple(made)
 
     def _refuse_gradient(self, flat: Sequence[Any]) -> None:
-        """Raise RuntimeError where a gradient is asked to pass the rounding."""
         if _differentiated([flat[place] for place in self._refused]):
             raise RuntimeError(f"{self.name} has no gradient, as it rounds: run it under torch.no_grad()")
 
-    def _plan(self, arguments: Sequence[Any], flat: Sequence[Any], tensors: Tensors) -> Plan:
-        """How arguments of such layouts are computed, kept. Raises what the function does."""
+    def _plan(
+        self, arguments: Sequence[Any], flat: Sequence[Any], tensors: Tensors
+    ) -> tuple[OperatorLaunch | None, Sequence[Result]]:
+        """Return the cached launch for arguments of such layouts, None for the reference, and the results' layouts.
+
+        Raises what the function does.
+        """
         launches = uses_triton(flat[self._x])
         layouts: list[Any] = []
         for tensor in tensors:
@@ -260,19 +258,18 @@ class Operator(Generic[P, R]):
         return keep(key, (launch, results))
 
     def _results(self, arguments: Sequence[Any], tensors: Tensors) -> Sequence[Result]:
-        """What the results look like. Raises what the function does, and ValueError for tensors on different
-        devices."""
+        """Return the results' layouts. Raises what the function does, and ValueError for tensors on two devices."""
         results = next(self.function(*arguments))
         check_same_device(**dict(zip(self._tensor_names, tensors, strict=False)))
         return results
 
     def called_with(self, *arguments: Any) -> OperatorCall:
-        """A call with arguments like these."""
+        """Return the description of a call with arguments like these."""
         flat = self.flat(tuple(self._bound(arguments, {})))
         return OperatorCall(self, tuple([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in flat]))
 
     def compile_by(self, threads: Any, rank: float, *arguments: Any) -> None:
-        """Have the kernel compiled by other threads for arguments like these, whose tensors are StandIns."""
+        """Let background threads compile the kernel for arguments like these, whose tensors are StandIns."""
         arguments = tuple(self._bound(arguments, {}))
         flat = self.flat(arguments)
         tensors, x = self._tensors(flat), flat[self._x]
@@ -282,8 +279,7 @@ class Operator(Generic[P, R]):
             compile_by(threads, rank, tensors, made)
 
     def at_once(self, *given: P.args, **named: P.kwargs) -> R:
-        """The results, by the kernel where it is compiled; else other threads begin to compile it, and plain PyTorch
-        computes."""
+        """Return the results without waiting for a compilation: by the reference, until background threads end it."""
         arguments = tuple(self._bound(given, named))
         flat = self.flat(arguments)
         tensors = self._tensors(flat)
@@ -294,12 +290,12 @@ class Operator(Generic[P, R]):
         return self.reference(*arguments)
 
     def direct(self, *arguments: Any) -> Any:
-        """What launches past Triton, on addresses that all begin on 16 bytes, for arguments of such layouts after a
-        first call; None where that is not known."""
+        """Return the launch past Triton for arguments of such layouts after a first call, which takes addresses that
+        are multiples of 16; None where that is not known."""
         return getattr(self._launch_of(arguments), "direct", None)
 
     def passing(self, *arguments: Any) -> Any:
-        """The same for some calls, and how many: while it is open what stays; None where that is not known."""
+        """Return a launch for the next calls, and how many, while it is open what stays; None where not known."""
         return getattr(self._launch_of(arguments), "passing", None)
 
     def _launch_of(self, arguments: Sequence[Any]) -> OperatorLaunch | None:
@@ -307,19 +303,19 @@ class Operator(Generic[P, R]):
         return self._plan(arguments, flat, self._tensors(flat))[0]
 
     def launch(self, *flat: Any) -> OperatorLaunch | None:
-        """What launches the kernel on tensors like these, the operator's arguments, and `out` where the op has it; None
-        where no kernel can."""
+        """Return the kernel's launch on tensors like those of the operator's arguments, and on `out`; None where no
+        kernel can."""
         module = import_module(f".{self.kernel}", __package__)
         options, out = [flat[place] for place in self._others], flat[len(self._words) :]
         return getattr(module, f"launch_{self.name}")(self._tensors(flat), *options, *out)
 
     def _operator(self, *flat: Any) -> Any:
-        """What the operator computes of its arguments: rows side by side, whatever the strides of the reference's."""
+        """Implement the operator: contiguous results, whatever the strides of the reference's."""
         results = self._run(self._structured(flat), flat)
         return results.contiguous() if self._single else tuple([result.contiguous() for result in results])
 
     def _fake(self, *flat: Any) -> Any:
-        """What its results look like."""
+        """Return empty results, as the operator's fake."""
         self._refuse_gradient(flat)
         x, results = flat[self._x], self._results(self._structured(flat), self._tensors(flat))
         made = [x.new_empty(shape, dtype=dtype) for shape, dtype in results]
@@ -329,5 +325,5 @@ class Operator(Generic[P, R]):
 def operator(
     kernel: str, rounds: bool | tuple[str, ...] = False
 ) -> Callable[[Callable[P, Operation[R]]], Operator[P, R]]:
-    """Make an operator of a function; see above and Operator."""
+    """Decorate a function as an Operator."""
     return lambda function: Operator(function, kernel, rounds)

@@ -1,4 +1,4 @@
-"""Work beside that of the callers: compiling kernels, writing files. It neither outlives the process nor delays it."""
+"""Background threads that compile kernels and write files. They neither outlive the process nor delay it."""
 
 import atexit
 import itertools
@@ -7,22 +7,22 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic, sleep
 
 logger = logging.getLogger(__name__)
 
-# At the end of the process, for what is under way: a kernel takes a second to compile, a locked file five.
+# At the end of the process, for running tasks: a kernel takes a second to compile, a locked file five.
 _SECONDS_AT_EXIT = 10.0
 _NOTHING_MORE = (float("inf"), 0, None)
-# Behind a forward others follow at once, or a sampling has ended.
+# Another forward follows at once, or the sampling has ended.
 _SECONDS_UNTIL_IDLE, _SECONDS_BETWEEN = 0.3, 0.05
 
 
 class Foreground:
     """A count of the callers that compute now, and of those that wait for a compilation.
 
-    A thread that compiles has Python's lock most of the time. Who launches what a GPU computes would wait for it.
+    A thread that compiles holds Python's lock most of the time. A thread that launches kernels would wait for it.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Foreground:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Within it, and for a moment behind it, no task begins that nobody waits for."""
+        """Return a context: in it, and for a moment after it, no task begins that nobody waits for."""
         with self._lock:
             self._computing += 1
         try:
@@ -44,7 +44,7 @@ class Foreground:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within it tasks begin all the same: the caller waits for one of them, perhaps."""
+        """Return a context in which tasks begin all the same: the caller may wait for one of them."""
         with self._lock:
             self._waiting += 1
         try:
@@ -65,14 +65,11 @@ foreground = Foreground()
 
 
 class Background:
-    """Threads that do tasks in the order of their ranks, the smallest first.
+    """At most so many threads that run tasks in the order of their ranks, the smallest first.
 
-    A thread that the interpreter ends while it compiles may end the process with an error. So at exit what is under way
-    is waited for. What has not begun is dropped, but tasks of a negative rank, which are quick. Those of a positive one
-    do not begin while the foreground computes: nobody waits for them.
-
-    Args:
-        threads: the most that work at a time.
+    At exit running tasks are waited for: a thread that the interpreter ends while it compiles may end the process with
+    an error. Waiting tasks are dropped, but for those of a negative rank, which are quick. Those of a positive rank do
+    not begin while the foreground computes: nobody waits for them.
     """
 
     def __init__(self, threads: int) -> None:
@@ -80,11 +77,10 @@ class Background:
         self._threads: list[threading.Thread] = []
         self._tasks: queue.PriorityQueue = queue.PriorityQueue()
         self._count, self._lock, self._ended = itertools.count(), threading.Lock(), False
-        self._open = 0  # tasks that wait or are under way
-        self._later = 0  # tasks that are submitted after some seconds
+        self._open = self._later = 0  # tasks that wait or run; those that `submit_later` holds
 
     def submit(self, rank: float, task: Callable[[], object]) -> None:
-        """Have a task done. What it raises is only logged."""
+        """Run a task in a thread. What it raises is only logged."""
         with self._lock:
             if self._ended:
                 return
@@ -113,19 +109,17 @@ class Background:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, nor waits for its time."""
+        """Whether no task runs or waits."""
         return not (self._open or self._later)
 
     def end(self) -> None:
-        """Wait for what has begun, and take no more."""
+        """Wait for the running tasks, and take no more."""
         with self._lock:
             self._ended = True
         left = []
-        try:
+        with suppress(queue.Empty):
             while True:
                 left.append(self._tasks.get_nowait())
-        except queue.Empty:
-            pass
         for _ in self._threads:
             self._tasks.put(_NOTHING_MORE)
         for thread in self._threads:
@@ -152,6 +146,6 @@ def _do(task: Callable[[], object]) -> None:
         logger.debug("INT8 DiT: work in the background failed", exc_info=True)
 
 
-# More of them make a load no shorter, nor do other processes: what compiles and what loads wait for the same host.
+# More threads make a load no shorter, nor do processes: compiling and loading wait for the same host.
 beside_loading = Background(max(1, min(4, (os.cpu_count() or 2) - 1)))
 beside_calls = Background(1)

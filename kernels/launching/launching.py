@@ -1,18 +1,18 @@
 """Launching Triton kernels, again and again, with little of the host's time.
 
-A room of kernels makes a `Launcher` of each, once, beside it, and calls that:
+Each kernel has one `Launcher`, beside it:
 
     _ATTENTION = Launcher(attention_kernel, attention_constants)
     _ATTENTION((tiles, width, ...), (programs, 1), (q, k, v, ...), (heads, tokens, ...))
 
-The first argument is the form: what `attention_constants(*form)` makes the constants and options of, all hashable, none
-a tensor. Then come the grid, the tensors and the numbers; a kernel's parameters stand in that order, its
-constants last. A missing tensor is any other, and the form says that it is missing.
+The arguments are the form, the grid, the tensors and the numbers. `attention_constants(*form)` returns the constants
+and options; a form is hashable and holds no tensor. The kernel's parameters are the tensors, the numbers and the
+constants, in this order. In place of a missing tensor any other is passed, and the form says that it is missing.
 
-A launch is found again by form, device, dtypes, and by what Triton compiles for: which tensors begin on 16 bytes, and
-which numbers are 1 or divisible by 16. So another number of tokens finds the same one. A parameter that varies from
-prompt to prompt should be in the kernel's `do_not_specialize` where that costs no instructions: T of the fused ops and
-the GEMM's M are.
+Launches are cached by form, device, dtypes, and by what Triton specializes a kernel for: which tensors begin on 16
+bytes, and which numbers are 1 or divisible by 16. So another number of tokens finds the same launch. A parameter that
+varies from prompt to prompt should be in the kernel's `do_not_specialize` where that costs no instructions: T of the
+fused ops and the GEMM's M are.
 """
 
 import functools
@@ -45,13 +45,12 @@ Build = tuple[Mapping[str, object], Mapping[str, object]]
 
 
 def built(kernel: Any, *values: object, **options: object) -> Build:
-    """`values` as the constants of a kernel, whose last parameters they are in their order, and the options."""
+    """Return a kernel's constants, which are its last parameters in this order, and the options."""
     return dict(zip(kernel.arg_names[-len(values) :], values, strict=True)), options
 
 
 class StandIn(torch.Tensor):
-    """A tensor without data, for compiling: contiguous, and beginning on 16 bytes. It can be viewed as another shape or
-    dtype."""
+    """A tensor without data, for compiling: contiguous, on 16 bytes, with views of other shapes or dtypes."""
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, given: Sequence[Any], named: Any = None) -> "StandIn":
@@ -65,7 +64,7 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "StandIn":
-        """For one like it."""
+        """Return a stand-in for a tensor."""
         return cls(tensor.shape, tensor.dtype, tensor.device)
 
     def data_ptr(self) -> int:
@@ -76,8 +75,8 @@ class Launch:
     """A kernel with its constants, as Triton compiles it for the tensors and numbers of its first launch.
 
     Triton's own launch takes tens of microseconds of the host's time to classify each argument. `direct` goes straight
-    to the compiled kernel; it is None until the first launch, and where Triton has to launch it each time.
-    `expansions` are those of `direct_launch`. `is_compiled` says whether a first launch has to load it only.
+    to the compiled kernel; it and `expansions` are those of `direct_launch`, None before the first launch.
+    `is_compiled` says whether a first launch has only to load the kernel.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, object], options: Mapping[str, object]) -> None:
@@ -89,11 +88,11 @@ class Launch:
         self._lock = threading.Lock()
 
     def first(self, grid: Grid, *arguments: object) -> None:
-        """Launch on the current device by Triton; `arguments` are the tensors and the numbers."""
-        with foreground.waiting(), self._lock:  # which compiles it, or waits for who does
+        """Launch by Triton, on the current device; `arguments` are the tensors and the numbers."""
+        with foreground.waiting(), self._lock:  # it compiles the kernel, or waits for the thread that does
             if self._unfit is not None:
                 raise self._unfit
-            with hashing:  # or this thread would do that, too
+            with hashing:  # or this thread would hash Triton, too
                 pass
             compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
             # In this order: another thread that finds the second needs the first.
@@ -101,9 +100,9 @@ class Launch:
             self.is_compiled = True
 
     def compile_by(self, threads: Background, rank: float, device: torch.device, *arguments: object) -> None:
-        """Have it compiled by other threads for launches on `device`, where Triton can do that.
+        """Compile the kernel in background threads for launches on `device`, once, where Triton can do that.
 
-        `arguments` are as those of a launch, each tensor a `StandIn`. Done once, whoever asks.
+        `arguments` are those of a launch, with a `StandIn` for each tensor.
         """
         if COMPILES_ALONE and not (self.is_compiled or self._is_asked_for):
             self._is_asked_for = True
@@ -125,7 +124,7 @@ class Launch:
                 self.is_compiled = True
 
     def __call__(self, grid: Grid, *arguments: object) -> None:
-        """Launch on the current device. All that Triton compiles for is as at the first launch."""
+        """Launch on the current device. What Triton specializes for is as at the first launch."""
         if self.direct is None:
             self.first(grid, *arguments)
         else:
@@ -133,12 +132,7 @@ class Launch:
 
 
 class Launcher:
-    """A kernel's launches; see above.
-
-    Args:
-        kernel: a `triton.jit` function whose parameters are tensors, then numbers, then constants.
-        build: form -> the kernel's constants, in the order of its parameters, and its compilation options.
-    """
+    """The cached launches of a `triton.jit` kernel; see above."""
 
     def __init__(self, kernel: Any, build: Callable[..., Build]) -> None:
         self.kernel, self.build = kernel, build
@@ -160,32 +154,26 @@ class Launcher:
         numbers: tuple[float, ...] = (),
         pointers: list[int] | None = None,
     ) -> Launch:
-        """The launch for tensors and numbers like these; `pointers` are where the tensors begin."""
+        """Return the launch for tensors and numbers like these; `pointers` are where the tensors begin."""
         begin = begin_on_16([tensor.data_ptr() for tensor in tensors] if pointers is None else pointers)
         dtypes = tuple([tensor.dtype for tensor in tensors])
-        key = (
-            self,
-            tensors[0].get_device(),
-            form,
-            dtypes,
-            begin,
-            _specialized(numbers, len(tensors), self._unspecialized),
-        )
+        specialized = _specialized(numbers, len(tensors), self._unspecialized)
+        key = (self, tensors[0].get_device(), form, dtypes, begin, specialized)
         return KEPT.get(key) or keep(key, Launch(self.kernel, *self.build(*form)))
 
 
 def constant_launcher(kernel: Any, **options: object) -> Launcher:
-    """Launches of a kernel whose form is its constants and, behind them, the number of warps."""
+    """Return a Launcher of a kernel whose form is its constants and, behind them, the number of warps."""
     return Launcher(kernel, lambda *form: built(kernel, *form[:-1], num_warps=form[-1], **options))
 
 
 class Layout:
-    """A kernel's launch on tensors of which all is known but where they begin.
+    """A kernel's launch on tensors of one layout, wherever they begin.
 
     Args:
         launcher, form, grid, numbers: as a Launcher is called.
         tensors: like those of all launches, None for a missing one.
-        as_read: what of such tensors the kernel reads.
+        as_read: tensors -> the kernel's arguments, such as contiguous copies.
     """
 
     def __init__(
@@ -205,12 +193,11 @@ class Layout:
 
     @property
     def direct(self) -> Callable[..., None] | None:
-        """What launches past Triton on the addresses of tensors that all begin on 16 bytes; None where that is not
-        known."""
+        """The direct launch on addresses that are multiples of 16; None where that is not known."""
         return None if self._aligned is None else self._aligned.direct
 
     def operands(self, tensors: Tensors, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The kernel's arguments; a missing tensor is the first one."""
+        """Return the kernel's arguments, the first tensor in place of a missing one."""
         read = tensors if self._as_read is None else self._as_read(tensors)
         first: Any = read[0]
         return [*[first if tensor is None else tensor for tensor in read], *results]
@@ -237,12 +224,11 @@ class Layout:
             launch(self.grid, *(operands if launch.direct is None else pointers), *self.numbers)
 
     def compile_by(self, threads: Background, rank: float, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
-        """Have it compiled by other threads for tensors for which these `StandIn`s are."""
+        """Compile the kernel in background threads; the tensors are `StandIn`s."""
         self._compiled_by(threads, rank, self.operands(tensors, results))
 
     def need_not_wait(self, tensors: Tensors, results: Sequence[Result]) -> bool:
-        """Whether a launch on these tensors is compiled, or has to do that itself. If not, the threads beside the
-        loading do it."""
+        """Whether the launch is compiled, or has to compile itself. If not, background threads compile it."""
         if not (COMPILES_ALONE and tensors[0].is_cuda):
             return True
         made = [StandIn(shape, dtype, tensors[0].device) for shape, dtype in results]
@@ -256,17 +242,17 @@ class Layout:
 
 
 def contiguous(tensors: Tensors) -> Tensors:
-    """Each with its rows side by side in memory."""
+    """Return each tensor contiguous."""
     return [tensor if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 def dense(tensors: Tensors) -> Tensors:
-    """Each with neighbouring channels side by side in memory, copied only where they are not."""
+    """Return each tensor with a stride of 1 along its last axis, copied only where it has another."""
     return [tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
 
 def begin_on_16(pointers: list[int]) -> tuple[bool, ...] | None:
-    """Which do; None for all, as nearly always."""
+    """Return which do; None for all, as nearly always."""
     together = 0
     for pointer in pointers:
         together |= pointer
@@ -275,8 +261,8 @@ def begin_on_16(pointers: list[int]) -> tuple[bool, ...] | None:
 
 @functools.lru_cache(4096)
 def _specialized(numbers: tuple[float, ...], first: int, unspecialized: frozenset[int]) -> tuple[tuple[bool, ...], ...]:
-    """What Triton compiles for of numbers, which are the parameters from `first` on: in how many bits they are and,
-    but for those that are unspecialized, whether they are 1 or divisible by 16."""
+    """Return what Triton specializes for of numbers, the parameters from `first` on: whether each fits 32 bits and,
+    unless it is unspecialized, is 1 or divisible by 16."""
     return tuple(
         (number < 2**31,) if place in unspecialized else (number < 2**31, number == 1, number % 16 == 0)
         for place, number in enumerate(numbers, first)
@@ -284,7 +270,7 @@ def _specialized(numbers: tuple[float, ...], first: int, unspecialized: frozense
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether calls on a device become part of a CUDA graph now."""
+    """Whether a CUDA graph captures the calls on a device now."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -292,7 +278,7 @@ _HERE = nullcontext()
 
 
 def on_device(device: torch.device) -> AbstractContextManager:
-    """A context in which `device` is the current one. Costs next to nothing where it already is, and on a CPU."""
+    """Return a context in which `device` is the current one; nearly free where it already is, and on a CPU."""
     if device.type != "cuda" or current_device() == device.index:
         return _HERE
     return torch.cuda.device(device)
