@@ -1,4 +1,4 @@
-"""What a run tells strangers: errors of other people's code name files, and with them the user and the machine."""
+"""Results without paths and names: errors of others' code name files, and with them the user and the machine."""
 
 import contextlib
 import getpass
@@ -16,7 +16,7 @@ _LEAST_NAME = 2  # characters
 
 
 def anonymous(content: Any, names: frozenset[str] | None = None) -> Any:
-    """A copy of JSON's types in which no text has a path or a name; keys stay.
+    """Return a copy of JSON's types in which no text has a path or a name; keys stay.
 
     `names` are those of the user and the machine; None for the ones that the system has.
     """

@@ -1,7 +1,4 @@
-"""Ways to compute attention: the exact ones, ComfyUI's choice among them, and INT8 ones.
-
-A new way is a new entry of ATTENTION_METHODS.
-"""
+"""The table of ways to compute attention: the exact ones, ComfyUI's choice among them, and INT8 ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,26 +28,20 @@ _MOST_ELEMENTS_ON_CPU = 1 << 20  # of the logits: what a CPU does in a fraction 
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """The sizes of one attention call of a model.
-
-    Attributes:
-        name: for the user.
-        heads: of q.
-        shape: of each head.
-        key_heads: of k and v.
-        batch: how many samples.
-        count: how many such calls a forward has.
-    """
+    """The sizes of one attention call of a model."""
 
     name: str
     heads: int
     shape: AttentionShape
+    """Of each head."""
     key_heads: int
+    """Of k and v."""
     batch: int = 1
     count: int = 1
+    """Of such calls in a forward."""
 
     def place(self) -> str:
-        """Heads, their width and the tokens, in words."""
+        """Return heads, their width and the tokens, in words."""
         tokens, keys, head_dim, masked = self.shape
         grouped = "" if self.key_heads == self.heads else f" ({self.key_heads} of keys)"
         across = "" if keys == tokens else f" x {keys}"
@@ -59,8 +50,8 @@ class AttentionWork:
 
 
 def ideogram4_attention(tokens: int, device: torch.device) -> list[AttentionWork]:
-    """Those calls of Ideogram 4 that are timed on a device: with so many tokens of image and text, as far as it has so
-    many, and with those of 2048 px, where attention is most of a step. One where both are the same."""
+    """Return the calls of Ideogram 4 to time on a device: with so many tokens of image and text, if it has so many, and
+    with those of 2048 px, where attention is most of a step. One where both are the same."""
     sizes = {"Ideogram 4": min(tokens, _MOST_TOKENS_OF_IDEOGRAM4), "Ideogram 4, 2048 px": _TOKENS_AT_2048_PX}
     calls = [AttentionWork(name, 18, AttentionShape(size, size, 256, False), 18) for name, size in sizes.items()]
     first, second = (feasible_call(call, device) for call in calls)
@@ -90,11 +81,11 @@ class AttentionOperands:
             self.mask = taken.expand(call.batch, 1, 1, shape.keys)
 
     def sample(self, output: torch.Tensor) -> torch.Tensor:
-        """The queries of an output [B, H, T, D] that errors are measured on."""
+        """Return the queries of an output [B, H, T, D] that errors are measured on."""
         return output[:, :, sampled_rows(self.call.shape.tokens, self.device)]
 
     def exact(self) -> torch.Tensor:
-        """Exact attention for these queries: float64 [B, H, rows, D], a head at a time."""
+        """Return exact attention for these queries: float64 [B, H, rows, D], a head at a time."""
         call, results = self.call, []
         for sample, queries in enumerate(self.sample(self.q)):
             for head, rows in enumerate(queries):
@@ -110,8 +101,8 @@ class AttentionOperands:
 class AttentionMethod:
     """A way to compute attention; `name`, `foreign` and `small` are as Method has them.
 
-    `call` makes what is timed, of an index that is always 0. It raises Unavailable or LookupError where this machine or
-    this shape does not have the way.
+    `call` returns a function to time, of an index that is always 0. It raises Unavailable or LookupError where this
+    machine or this shape does not have the way.
     """
 
     name: str
@@ -169,7 +160,7 @@ class AttentionResult(Times):
         return self.call.name
 
     def exact_milliseconds(self) -> dict[str, float]:
-        """Those of the ways that `exact_attention` chooses from."""
+        """Return the times of the ways that `exact_attention` chooses from."""
         return {way: time for way, time in self.milliseconds.items() if way in EXACT_WAYS}
 
     def place(self) -> str:
@@ -180,14 +171,14 @@ class AttentionResult(Times):
 
 
 def attention_memory(call: AttentionWork) -> int:
-    """Bytes that `benchmark_attention` needs at its peak, rounded up: float32 draws, INT8 copies, some float64 rows."""
+    """Return the peak bytes of `benchmark_attention`, rounded up: float32 draws, INT8 copies, some float64 rows."""
     queries, keys = call.heads * call.shape.tokens, call.key_heads * call.shape.keys
     logits = 32 * min(call.shape.tokens, 2 * ERROR_ROWS) * call.shape.keys
     return call.batch * call.shape.head_dim * (16 * queries + 24 * keys) + logits
 
 
 def feasible_call(call: AttentionWork, device: torch.device) -> AttentionWork:
-    """The call that is timed: on a CPU with fewer tokens, as many of both kinds at most."""
+    """Return the call to time: on a CPU with fewer tokens, as many of both kinds at most."""
     if device.type != "cpu":
         return call
     most = max(1, int((_MOST_ELEMENTS_ON_CPU / (call.batch * call.heads)) ** 0.5))
@@ -198,7 +189,7 @@ def feasible_call(call: AttentionWork, device: torch.device) -> AttentionWork:
 def benchmark_attention(
     call: AttentionWork, device: torch.device, methods: Sequence[AttentionMethod] = ATTENTION_METHODS, **how: Any
 ) -> AttentionResult:
-    """Time `methods` on one call, as `Times.measure` does, whose keywords these are; on a CPU for fewer tokens."""
+    """Time `methods` on one call by `Times.measure`, whose keywords these are; on a CPU for fewer tokens."""
     result = AttentionResult(feasible_call(call, device))
     result.measure(methods, AttentionOperands(result.call, device), **how)
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Whether a card is in a state in which a measurement says something: the gate in front of the benchmark.
+"""The gate in front of the benchmark: whether the state of a card allows a measurement.
 
 A throttled card multiplies bf16 too slowly, and every ratio to bf16 would flatter INT8. A busy one is unsteady.
 """
@@ -39,21 +39,18 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Health:
-    """The findings of the gate.
-
-    Attributes:
-        teraflops: the measured rate of bf16, in 10^12 operations per second; None without a GPU.
-        expected: the card's peak, or None where the card is not known.
-        faults: what is wrong, a sentence each; none of a healthy card.
-    """
+    """The findings of the gate; rates are of bf16, in 10^12 operations per second."""
 
     teraflops: float | None
+    """As measured; None without a GPU."""
     expected: float | None
+    """The card's peak; None where the card is not known."""
     faults: tuple[str, ...] = ()
+    """A sentence each."""
 
     @property
     def healthy(self) -> bool:
-        """Whether what was measured counts."""
+        """Whether measurements count."""
         return self.teraflops is not None and not self.faults
 
     def __str__(self) -> str:
@@ -68,7 +65,7 @@ class Health:
 
 
 def peak_teraflops(device: torch.device) -> float | None:
-    """The card's peak rate of dense bf16 products with float32 accumulation, or None where it is not known.
+    """Return the card's peak rate of dense bf16 products with float32 accumulation, or None where it is not known.
 
     It is multiprocessors x clock x operations per clock, with the highest clock that the driver gives.
     """
@@ -82,7 +79,7 @@ def peak_teraflops(device: torch.device) -> float | None:
 
 
 def bf16_teraflops(device: torch.device, check: Callable[[], None] = lambda: None) -> list[float]:
-    """The rate of a large bf16 product in 10^12 operations per second, in each of a few rounds."""
+    """Return the rate of a large bf16 product in 10^12 operations per second, in each of a few rounds."""
     x = torch.randn(_PROBE, _PROBE, device=device).bfloat16()
     weight = torch.randn(_PROBE, _PROBE, device=device).bfloat16()
     F.linear(x, weight)
@@ -92,7 +89,7 @@ def bf16_teraflops(device: torch.device, check: Callable[[], None] = lambda: Non
 
 
 def examine(device: torch.device, check: Callable[[], None] = lambda: None) -> Health:
-    """Look at a GPU before anything is measured on it, or say that there is none. It must be the current one."""
+    """Examine a GPU, which must be the current one, before anything is measured on it."""
     if device.type != "cuda":
         return Health(None, None)
     busy = _busy_percent(device)
@@ -110,7 +107,7 @@ def examine(device: torch.device, check: Callable[[], None] = lambda: None) -> H
 
 
 def examine_again(before: Health, device: torch.device) -> Health:
-    """What counts at the end of a run: what was wrong before, and whether the card became another one meanwhile."""
+    """Return the health at the end of a run: the faults before, and whether the card's speed changed meanwhile."""
     if before.teraflops is None:
         return before
     rates = bf16_teraflops(device)
@@ -122,7 +119,7 @@ def examine_again(before: Health, device: torch.device) -> Health:
 
 
 def _busy_percent(device: torch.device) -> int | None:
-    """How busy the card is while this process leaves it alone; None where PyTorch cannot say, without nvidia-ml-py."""
+    """Return how busy others keep the card; None where PyTorch cannot say, without nvidia-ml-py."""
     torch.cuda.synchronize(device)
     time.sleep(1.0)  # the driver averages over up to a second
     try:

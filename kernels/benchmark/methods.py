@@ -1,6 +1,6 @@
-"""The rows of the benchmark: a table of the ways to compute a linear, this pack's, PyTorch's and those of others.
+"""The table of ways to compute a linear, this pack's, PyTorch's and those of others: the rows of the benchmark.
 
-A new row is what it computes and an entry of BENCHMARK_METHODS. `tests/studies/linears.py` has more.
+A new row is a function and an entry of BENCHMARK_METHODS. `tests/studies/linears.py` has more.
 """
 
 import importlib
@@ -30,15 +30,11 @@ _ERROR_COLUMNS = 1024  # of a float64 weight at a time
 
 @dataclass(frozen=True)
 class WeightForm:
-    """A form in which methods hold their weight.
-
-    Attributes:
-        bytes_per_weight: what a copy takes.
-        make: (operands) -> the weight [N, K] and its float32 scale. Raises Unavailable.
-    """
+    """A form in which methods hold their weight."""
 
     bytes_per_weight: float
     make: Callable[["Operands"], tuple[torch.Tensor, torch.Tensor]]
+    """Return the weight [N, K] and its float32 scale. Raises Unavailable."""
 
 
 class Operands:
@@ -52,19 +48,19 @@ class Operands:
         self._copies_of_forms: dict[WeightForm, tuple[list[torch.Tensor], torch.Tensor]] = {}
 
     def weights(self, form: WeightForm) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Copies of the weight in a form, made at the first request, and their scale. Raises Unavailable."""
+        """Return the cached copies of the weight in a form, and their scale. Raises Unavailable."""
         if form not in self._copies_of_forms:
             weight, scale = form.make(self)
             self._copies_of_forms[form] = [weight, *(weight.clone() for _ in range(self.copies - 1))], scale
         return self._copies_of_forms[form]
 
     def exact(self) -> torch.Tensor:
-        """x . weight^T in float64, the rows that `sample` takes."""
+        """Return x . weight^T in float64, the rows that `sample` takes."""
         x = self.sample(self.x).double()
         return torch.cat([x @ part.double().t() for part in self.weight.split(_ERROR_COLUMNS)], 1)
 
     def sample(self, output: torch.Tensor) -> torch.Tensor:
-        """The rows [.., N] of an output [M, N] that errors are measured on."""
+        """Return the rows [.., N] of an output [M, N] that errors are measured on."""
         return output[sampled_rows(len(self.x), self.device)]
 
 
@@ -87,19 +83,8 @@ CODES = WeightForm(0.5 + 1 / GROUP, lambda operands: _quantize_to_codes(operands
 NF4 = WeightForm(0.5 + 4 / _NF4_BLOCK, lambda operands: _quantize_nf4(operands.weight))
 
 
-def gguf_form(name: str) -> WeightForm:
-    blocks = GGUF_FORMATS[name]
-
-    def make(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-        if operands.weight.shape[1] % blocks.weights:
-            raise Unavailable(f"K is not a multiple of {blocks.weights}")
-        return quantize_gguf(operands.weight, name), torch.ones((), device=operands.device)
-
-    return WeightForm(blocks.bytes / blocks.weights, make)
-
-
 def _quantize_to_codes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and behind them their groups' scales, as one tensor: int8 [9 N K / 16]; the scale, float32 [N]."""
+    """Return codes and behind them their groups' scales, as one tensor int8 [9 N K / 16]; the scale, float32 [N]."""
     if weight.shape[1] % _ROTATION_GROUP:
         raise Unavailable(f"K is not a multiple of {_ROTATION_GROUP}")
     _, scale, codes = quantize_to_codes(weight, _ROTATION_GROUP)
@@ -108,7 +93,7 @@ def _quantize_to_codes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def require_fp16_sums(device: torch.device) -> None:
-    """Raise Unavailable where cuBLAS cannot be told to add fp16 products in fp16."""
+    """Raise Unavailable where cuBLAS cannot add fp16 products in fp16."""
     if device.type != "cuda":
         raise Unavailable("no GPU")
     if torch.version.hip is not None or not hasattr(torch.backends.cuda.matmul, "allow_fp16_accumulation"):
@@ -125,7 +110,7 @@ def require_fp8(device: torch.device) -> None:
 
 
 def quantize_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tensor-wise e4m3 in plain PyTorch: the same shape in FP8, and its float32 scale (0-dim), absmax / 448."""
+    """Quantize to e4m3 in plain PyTorch: values of the same shape, and their float32 scale (0-dim), absmax / 448."""
     scale = values.abs().amax().float() / _FP8_MAX
     return (values * scale.reciprocal()).to(torch.float8_e4m3fn), scale
 
@@ -195,23 +180,11 @@ def nf4(operands: Operands, scale: torch.Tensor) -> Call:
     return call
 
 
-def gguf(name: str) -> Prepare:
-    blocks = GGUF_FORMATS[name]
-    return lambda operands, scale: (
-        lambda weight: F.linear(operands.x, blocks.decode(weight.unflatten(1, (-1, blocks.bytes)), torch.bfloat16))
-    )
-
-
-def native(operands: Operands, scale: torch.Tensor) -> Call:
-    linear = comfy_kitchen.kitchen_linear()
-    return lambda weight: linear(operands.x, weight, scale, None, torch.bfloat16)
-
-
-def kitchen(backend: str, **options: object) -> Prepare:
-    """comfy-kitchen's `int8_linear` of one backend, "cuda" or "triton", past its choice of the best one."""
+def kitchen(backend: str | None = None, **options: object) -> Prepare:
+    """comfy-kitchen's `int8_linear`: on the backend that it chooses, or past its choice on "cuda" or "triton"."""
 
     def prepare(operands: Operands, scale: torch.Tensor) -> Call:
-        if operands.device.type != "cuda":
+        if backend is not None and operands.device.type != "cuda":
             raise Unavailable("no GPU")
         linear = comfy_kitchen.kitchen_linear(backend)
         return lambda weight: linear(operands.x, weight, scale, out_dtype=torch.bfloat16, **options)
@@ -257,33 +230,45 @@ def fused_codes(operands: Operands, scale: torch.Tensor) -> Call:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to compute a linear.
-
-    Attributes:
-        name: the heading of its row, and its key in results.
-        form: how it holds its weight.
-        prepare: (operands, the form's scale) -> the call that is timed: weight -> [M, N] in bf16 or fp16.
-        require: (device) -> raises Unavailable where the method does not exist.
-        foreign: whether it is the code of others: then what it raises leaves the row out.
-        small: whether it makes nothing large in a call. Others are prepared after it: they may take the memory.
-        tick: the node's widget that switches it on and off; "" is always on.
-    """
+    """A way to compute a linear."""
 
     name: str
+    """The heading of its row, and its key in results."""
     form: WeightForm
     prepare: Prepare
+    """(operands, the form's scale) -> the call that is timed: weight -> [M, N] in bf16 or fp16."""
     require: Callable[[torch.device], object] = lambda device: None
+    """Raises Unavailable where the method does not exist."""
     foreign: bool = False
+    """Whether it is the code of others: then an error leaves the row out."""
     small: bool = False
+    """Whether a call allocates nothing large. Others are prepared after it: they may take the memory."""
     tick: str = ""
+    """The node's widget that switches it on and off; "" is always on."""
 
     def call(self, operands: Operands) -> Callable[[int], torch.Tensor]:
-        """The call with the copy of the weight at an index. Raises Unavailable where this machine or this shape does
-        not have the method."""
+        """Return the call with the copy of the weight at an index. Raises Unavailable where this machine or this shape
+        does not have the method."""
         self.require(operands.device)
         weights, scale = operands.weights(self.form)
         call = self.prepare(operands, scale)
         return lambda copy: call(weights[copy])
+
+
+def _gguf(name: str) -> Method:
+    blocks = GGUF_FORMATS[name]
+
+    def make(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        if operands.weight.shape[1] % blocks.weights:
+            raise Unavailable(f"K is not a multiple of {blocks.weights}")
+        return quantize_gguf(operands.weight, name), torch.ones((), device=operands.device)
+
+    def prepare(operands: Operands, scale: torch.Tensor) -> Call:
+        per_block = (-1, blocks.bytes)
+        return lambda weight: F.linear(operands.x, blocks.decode(weight.unflatten(1, per_block), torch.bfloat16))
+
+    form = WeightForm(blocks.bytes / blocks.weights, make)
+    return Method(f"GGUF {name} dequantized", form, prepare, tick=f"gguf_{name.lower()}")
 
 
 FP16_SUMS = "fp16, fp16 sums"
@@ -297,9 +282,9 @@ BENCHMARK_METHODS = (
     Method("fp8 _scaled_mm", E4M3, fp8, require_fp8, foreign=True, small=True, tick="fp8"),
     Method("fp8 dequantized", E4M3, fp8_dequantized, require_fp8_as_storage, tick="fp8"),
     Method("NF4 dequantized", NF4, nf4, foreign=True, tick="nf4"),
-    Method("GGUF Q8_0 dequantized", gguf_form("Q8_0"), gguf("Q8_0"), tick="gguf_q8_0"),
-    Method("GGUF Q4_K dequantized", gguf_form("Q4_K"), gguf("Q4_K"), tick="gguf_q4_k"),
-    Method(COMFYUI_INT8, PLAIN, native, native_backend, foreign=True, tick="native_int8"),
+    _gguf("Q8_0"),
+    _gguf("Q4_K"),
+    Method(COMFYUI_INT8, PLAIN, kitchen(), native_backend, foreign=True, tick="native_int8"),
     Method("comfy-kitchen cuda", PLAIN, kitchen("cuda"), foreign=True, tick="comfy_kitchen_cuda"),
     Method("fake-quant", PLAIN, fake_quant, tick="fake_quant"),
     Method(UNFUSED, PLAIN, unfused, tick="unfused"),
@@ -319,19 +304,19 @@ TICKS = {
     "fake_quant": "What most INT8 models are: quantized, dequantized again, multiplied in bf16.",
     "unfused": "torch._int_mm, then a dequantization of its own.",
 }
-"""The node's switches, and what each stands for."""
+"""The tooltips of the node's switches."""
 
 METHOD_OF_WAY = {BF16: BF16, FUSED: FUSED, NATIVE: COMFYUI_INT8}
-"""The row that stands for each way to compute a linear that `auto` chooses from."""
+"""The row of each way that `auto` chooses from."""
 
 
 def shown_methods(ticked: Collection[str]) -> tuple[Method, ...]:
-    """The methods that the node times: those without a tick, and those that are ticked."""
+    """Return the methods without a tick, and those that are ticked."""
     return tuple(method for method in BENCHMARK_METHODS if method.tick in ("", *ticked))
 
 
 def working_memory(shape: LinearShape, tokens: int) -> int:
-    """Bytes that `benchmark_shape` needs at its peak with one copy of the weight, rounded up.
+    """Return the peak bytes of `benchmark_shape` with one copy of the weight, rounded up.
 
     The slowest method's float32 intermediates count twice: once in a first call, once in the memory of the CUDA graphs.
     """
@@ -340,8 +325,8 @@ def working_memory(shape: LinearShape, tokens: int) -> int:
 
 
 def weight_copies(weight_bytes: int, cache_bytes: int, bytes_per_copy: int, free_bytes: int) -> int:
-    """How many copies of a weight to rotate over: together more than twice the cache, at least two where half of the
-    free memory holds them."""
+    """Return how many copies of a weight to rotate over: together more than twice the cache, at least two where half of
+    the free memory holds them."""
     wanted = max(2, 2 * cache_bytes // weight_bytes + 1)
     affordable = free_bytes // 2 // bytes_per_copy
     return max(1, min(wanted, affordable, _MOST_COPIES))
@@ -350,14 +335,13 @@ def weight_copies(weight_bytes: int, cache_bytes: int, bytes_per_copy: int, free
 def benchmark_shape(
     shape: LinearShape, tokens: int, device: torch.device, methods: Sequence[Method] = BENCHMARK_METHODS, **how: Any
 ) -> ShapeResult:
-    """Time `methods` on one shape with random bf16 data, as `Times.measure` does, whose keywords these are.
+    """Time `methods` on one shape with random bf16 data by `Times.measure`, whose keywords these are.
 
     The quantization of the activations is part of every INT8 and FP8 method's time. `tokens` count where the shape has
     none of its own; on a CPU they are fewer.
     """
     m = shape.tokens or (min(tokens, _MOST_TOKENS_ON_CPU) if device.type == "cpu" else tokens)
-    weights = shape.n * shape.k
-    copies = 1
+    weights, copies = shape.n * shape.k, 1
     if device.type == "cuda":
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         per_weight = sum(form.bytes_per_weight for form in {method.form for method in methods})
@@ -371,6 +355,6 @@ def benchmark_shape(
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a GPU that is to be had."""
+    """Return the memory of a GPU that can be allocated."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused

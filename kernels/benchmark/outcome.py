@@ -1,8 +1,7 @@
-"""What one run of Kernel Benchmark found out: what a faster linear is worth for a whole model, as tables and as JSON.
+"""The findings of one run of Kernel Benchmark: what a faster linear is worth for a whole model, as tables and as JSON.
 
-One forward is split into its parts. On them there is Amdahl's law.
-
-G. M. Amdahl, 1967: what takes a share p of the time, made s times as fast, leaves 1 - p + p / s of it.
+Predictions apply Amdahl's law to the parts of one forward. G. M. Amdahl, 1967: a part with a share p of the time, made
+s times as fast, leaves 1 - p + p / s of it.
 """
 
 import json
@@ -36,53 +35,46 @@ class Calls:
 
 @dataclass(frozen=True)
 class BlockCalls(Calls):
-    """The calls of the blocks of one list of a model.
-
-    Attributes:
-        name: module path of the list.
-        speedup: how many times as fast a copy of one of them is on the fused kernels; None where none could be made.
-    """
+    """The calls of the blocks of one list of a model, which is named by its module path."""
 
     name: str
     speedup: float | None
+    """Of a copy of one block on the fused kernels; None where none could be made."""
 
 
 @dataclass(frozen=True)
 class ForwardSplit:
-    """One forward of a model in milliseconds.
-
-    Attributes:
-        total: the whole, with nothing in its way.
-        watched: the same with a clock at each block, linear and attention.
-        linears: the linears that INT8 takes over: calls of the same product, named after the first such linear.
-        attention: the attention, without the linears around it.
-        in_bf16: whether the model as it is computes all linears in floats.
-        blocks: the repeated blocks, which hold nearly all linears.
-        attention_calls: those that together take nearly all of its time, the longest first.
-    """
+    """One forward of a model in milliseconds."""
 
     total: float
+    """Of the whole, undisturbed."""
     watched: float
+    """The same with a clock at each block, linear and attention."""
     linears: Mapping[LinearShape, Calls]
+    """Those that INT8 takes over: calls of the same product, named after the first such linear."""
     attention: float
+    """Without the linears around it."""
     in_bf16: bool = False
+    """Whether the model as it is computes all linears in floats."""
     blocks: Sequence[BlockCalls] = ()
+    """The repeated blocks, which hold nearly all linears."""
     attention_calls: Sequence[AttentionWork] = ()
+    """Those that together take nearly all of its time, the longest first."""
 
     @property
     def waits_for_python(self) -> bool:
-        """Whether the clocks themselves took so long that what they say of the parts is of no use."""
+        """Whether the clocks took so long that the times of the parts are of no use."""
         return self.watched > _MOST_WATCHED * self.total
 
     def shapes(self) -> list[LinearShape]:
-        """The products that are worth timing, the largest first."""
+        """Return the products that are worth timing, the largest first."""
         return longest({shape: calls.milliseconds for shape, calls in self.linears.items()}, _MOST_SHAPES)
 
     def predicted(self, results: Sequence[ShapeResult], way: str) -> float | None:
-        """The forward with the timed products computed another way; None where one of them has no such time.
+        """Return the time of the forward with the timed products computed another way; None where one has no such time.
 
-        Everything else stays what it was. A product alone and one in a model meet different clocks, so that only the
-        ratio of two products alone counts, where the way that the model computes now was timed.
+        A product alone and one in a model meet different clocks. So only the ratio of two products alone counts, where
+        the way that the model computes now was timed.
         """
         saved = 0.0
         for result in results:
@@ -95,7 +87,7 @@ class ForwardSplit:
         return self.total * (1 - saved / self.watched)
 
     def predicted_blocks(self) -> float | None:
-        """The forward with all blocks on the fused kernels, norms and activations between the linears included; None
+        """Return the time of the forward with all blocks on the fused kernels, work between the linears included; None
         where that speed is not known."""
         saved = 0.0
         for blocks in self.blocks:
@@ -106,7 +98,7 @@ class ForwardSplit:
 
 
 def longest(times: Mapping[T, float], most: int) -> list[T]:
-    """What is worth timing, so many at most, the longest first: together nearly all of the time."""
+    """Return at most so many of the longest, which together take nearly all of the time, the longest first."""
     chosen, covered = [], 0.0
     for each in sorted(times, key=lambda each: -times[each])[:most]:
         if covered < _WORTH_TIMING * sum(times.values()):
@@ -116,7 +108,7 @@ def longest(times: Mapping[T, float], most: int) -> list[T]:
 
 
 def forward_table(split: ForwardSplit, results: Sequence[ShapeResult]) -> tuple[list[str], list[list[str]]]:
-    """Column headings and rows: the parts of the forward, then what it would take with all linears computed one way.
+    """Return headings and rows: the parts of the forward, then predictions with all linears computed one way.
 
     Of a forward that waits for Python only the whole is known.
     """
@@ -137,7 +129,7 @@ def forward_table(split: ForwardSplit, results: Sequence[ShapeResult]) -> tuple[
 
 
 def relative_times(results: Sequence[ShapeResult], split: ForwardSplit | None) -> dict[str, float]:
-    """The time of all linears together by method, relative to bf16, the fastest first: of the methods that ran for all.
+    """Return the time of all linears by method, relative to bf16, the fastest first, for the methods that ran for all.
 
     A linear counts as often as a forward calls it, where one was split. Empty where bf16 did not run.
     """
@@ -147,22 +139,21 @@ def relative_times(results: Sequence[ShapeResult], split: ForwardSplit | None) -
 
 
 def times_by_way(result: ShapeResult) -> dict[str, float]:
-    """Milliseconds of each way that `auto` can choose, of those that ran."""
+    """Return the milliseconds of each way of `auto` that ran."""
     found = result.milliseconds
     return {way: found[method] for way, method in METHOD_OF_WAY.items() if method in found}
 
 
 def totals_by_shape(results: Sequence[ShapeResult], split: ForwardSplit | None) -> dict[Shape, dict[str, float]]:
-    """Per N and K the milliseconds of each way: those of all products of a forward, where one was split."""
-    counted = ((result, _count(split, result)) for result in results)
+    """Return the milliseconds of each way by N and K: those of all products of a forward, where one was split."""
     return total_times(
-        ((result.shape.n, result.shape.k), {way: count * time for way, time in times_by_way(result).items()})
-        for result, count in counted
+        ((each.shape.n, each.shape.k), {way: _count(split, each) * time for way, time in times_by_way(each).items()})
+        for each in results
     )
 
 
 def total_times(measured: Iterable[tuple[Shape, Mapping[str, float]]]) -> dict[Shape, dict[str, float]]:
-    """The milliseconds of each way per shape: a way counts where it ran for all that have the shape."""
+    """Return the milliseconds of each way by shape; a way counts where it ran for all that have the shape."""
     totals: dict[Shape, dict[str, float]] = {}
     for shape, times in measured:
         before = totals.get(shape, dict.fromkeys(times, 0.0))
@@ -171,13 +162,12 @@ def total_times(measured: Iterable[tuple[Shape, Mapping[str, float]]]) -> dict[S
 
 
 def _count(split: ForwardSplit | None, result: ShapeResult) -> int:
-    """How often a forward calls a product."""
     return 1 if split is None else split.linears[result.shape].count
 
 
 def deployment_table(results: Sequence[ShapeResult]) -> tuple[list[str], list[list[str]]]:
-    """Column headings and a row for each shape: what the ways of `auto` take, and which of them is the fastest, with
-    those that differ from it by noise only."""
+    """Return headings and a row for each shape: the times of the ways of `auto`, and the fastest with those that differ
+    from it by noise only."""
     columns = ["linear", "M x N x K", *(f"{method} ms" for method in METHOD_OF_WAY.values()), "fastest"]
     rows = []
     for result in results:
@@ -192,29 +182,23 @@ def deployment_table(results: Sequence[ShapeResult]) -> tuple[list[str], list[li
 
 @dataclass
 class Outcome:
-    """What one run found out.
-
-    Attributes:
-        machine: card, driver, versions and date.
-        health: of the card.
-        linears: the times of the linears.
-        attention: those of the longest kinds of attention calls.
-        split: a forward of the MODEL, or None where none was measured.
-        sentences: what it means, the most important first.
-        remarks: what else is to be said.
-    """
+    """The findings of one run."""
 
     machine: dict[str, str]
+    """Card, driver, versions and date."""
     health: Health
     linears: Sequence[ShapeResult]
     attention: Sequence[AttentionResult]
+    """Of the longest kinds of attention calls."""
     split: ForwardSplit | None
+    """None where no forward of a MODEL was measured."""
     sentences: list[str]
+    """Conclusions, the most important first."""
     remarks: list[str]
 
     @property
     def headline(self) -> str:
-        """What INT8 is worth on this card, in words: for an image where that is predicted, else for the linears."""
+        """How fast INT8 is on this card, in words: for an image where that is predicted, else for the linears."""
         results, split = self.linears, self.split
         ratio = relative_times(results, split).get(FUSED)
         if ratio is None:
@@ -231,7 +215,7 @@ class Outcome:
         return f"On this card INT8 is {'only ' if ratio > 1 else ''}{1 / ratio:.2f} × bf16{of_what}"
 
     def sections(self, file: str | None) -> list[dict]:
-        """What web/results.js shows inside the node: a table each, and what its button copies."""
+        """Return the tables that web/results.js shows inside the node, and the text that its button copies."""
         ratios = relative_times(self.linears, self.split)
         first = _section(self.headline, deployment_table(self.linears)) | {
             "bars": [{"name": name, "ratio": ratio, "ours": name == FUSED} for name, ratio in ratios.items()],
@@ -250,7 +234,7 @@ class Outcome:
         return sections
 
     def as_json(self) -> str:
-        """Every figure as JSON, for others to read: without paths and names of the user."""
+        """Return every figure as JSON, without paths and names of the user."""
         content = {
             "shapes": [result.as_json() for result in self.linears],
             "health": str(self.health),
@@ -279,7 +263,7 @@ def _section(heading: str, table: tuple[list[str], list[list[str]]]) -> dict:
 
 
 def text_of(sections: Sequence[dict]) -> str:
-    """The sections as markdown."""
+    """Return the sections as markdown."""
     parts = []
     for section in sections:
         table = [markdown(section["columns"], section["rows"])] if section["rows"] else []

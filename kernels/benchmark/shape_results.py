@@ -1,4 +1,4 @@
-"""The benchmark's figures: how they are measured, and what is computed from them, as tables, notes and JSON."""
+"""The benchmark's figures: their measurement, and tables, notes and JSON of them."""
 
 import math
 import statistics
@@ -25,14 +25,14 @@ class Unavailable(Exception):
 
 
 def sampled_rows(count: int, device: torch.device) -> torch.Tensor:
-    """Indices of the rows of so many that errors are measured on."""
+    """Return the indices of the rows, of so many, that errors are measured on."""
     return torch.arange(0, count, max(1, count // ERROR_ROWS), device=device)
 
 
 @contextmanager
 def leaving_out(name: str, foreign: bool, absent: dict[str, str]) -> Iterator[None]:
-    """Note in `absent` why a method does not run here, in place of its error. Of `foreign` ones, the code of others,
-    any error is such a reason."""
+    """Note in `absent` why a method does not run here, in place of an error. Any error of a `foreign` one, the code of
+    others, is a reason."""
     try:
         yield
     except Unavailable as reason:
@@ -47,24 +47,26 @@ def leaving_out(name: str, foreign: bool, absent: dict[str, str]) -> Iterator[No
 
 @dataclass(kw_only=True)
 class Times:
-    """Milliseconds per method and round of one thing that is computed; `absent` says why a method did not run."""
+    """The times of the methods that compute one thing."""
 
     reference: ClassVar[str]
     """The method that others are compared with."""
     rounds: dict[str, list[float]] = field(default_factory=dict)
+    """Milliseconds per round."""
     relative_errors: dict[str, float] = field(default_factory=dict)
     """||method - float64|| / ||float64|| on a sample of rows of this random data."""
     looped: list[str] = field(default_factory=list)
-    """Methods that no CUDA graph could be made of."""
+    """Methods that no CUDA graph could capture."""
     absent: dict[str, str] = field(default_factory=dict)
+    """Why a method did not run."""
 
     @property
     def name(self) -> str:
-        """What is computed, for the user."""
+        """The thing that is computed, for the user."""
         raise NotImplementedError
 
     def place(self) -> str:
-        """Its sizes."""
+        """Return its sizes."""
         raise NotImplementedError
 
     def measure(
@@ -77,8 +79,8 @@ class Times:
     ) -> None:
         """Time `methods` on their operands; `check` runs between them and may raise to stop.
 
-        What this machine does not have, or has no memory for, is left out. A GPU must be the current one. `say` gets
-        "work: method" of each that is prepared. Small ones come first.
+        A method that this machine does not have, or has no memory for, is left out. A GPU must be the current one.
+        `say` gets "work: method" of each that is prepared. Small ones come first.
         """
         exact, device = operands.exact(), operands.device
         pool = GraphPool() if device.type == "cuda" else None
@@ -100,11 +102,11 @@ class Times:
 
     @property
     def milliseconds(self) -> dict[str, float]:
-        """Median over the rounds per method that ran."""
+        """The median over the rounds, of each method that ran."""
         return {name: statistics.median(times) for name, times in self.rounds.items()}
 
     def speedup(self, method: str, reference: str | None = None) -> float | None:
-        """How many times faster than `reference`, or None where either did not run."""
+        """Return how many times faster than `reference` a method is, or None where either did not run."""
         times, reference = self.milliseconds, reference or self.reference
         return times[reference] / times[method] if method in times and reference in times else None
 
@@ -114,7 +116,7 @@ class Times:
         return min(one) <= max(other) and min(other) <= max(one)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Column headings and a row for each method that ran."""
+        """Return headings and a row for each method that ran."""
         rows = []
         for method, rounds in self.rounds.items():
             median, speedup = statistics.median(rounds), self.speedup(method)
@@ -125,7 +127,7 @@ class Times:
         return ["", "ms", "spread", f"x {self.reference}", "error"], rows
 
     def as_json(self) -> dict:
-        """All figures in JSON's types, the medians with them; an error that is no number is null."""
+        """Return all figures in JSON's types, medians included; an error that is no number is null."""
         errors = {name: e if math.isfinite(e) else None for name, e in self.relative_errors.items()}
         return asdict(self) | {"relative_errors": errors, "milliseconds": self.milliseconds}
 
@@ -147,7 +149,7 @@ IDEOGRAM4_SHAPES = (
     LinearShape("ffn down", 4608, 12288),
     LinearShape("llm projection", 4608, 53248, tokens=512),
 )
-"""Those of a block of Ideogram 4, and the one in front of its blocks."""
+"""Of a block of Ideogram 4, and the one in front of its blocks."""
 
 
 @dataclass
@@ -167,25 +169,23 @@ class ShapeResult(Times):
         return self.shape.name
 
     def place(self) -> str:
-        """M x N x K."""
+        """Return M x N x K."""
         return f"{self.m} x {self.shape.n} x {self.shape.k}"
 
     def teraflops(self, method: str) -> float:
-        """Achieved rate of a method that ran in 10^12 operations per second, two per multiply-add."""
+        """Return the rate of a method that ran in 10^12 operations per second, two per multiply-add."""
         return 2 * self.m * self.shape.n * self.shape.k / self.milliseconds[method] / 1e9
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """The same, with rates and the sizes of weights."""
+        """Return the same with rates and the sizes of weights."""
         (*first, ratio, error), rows = super().table()
-        rows = [
-            [*row[:3], f"{self.teraflops(row[0]):.3g}", *row[3:], f"{self.weight_bytes[row[0]] / 1e6:.1f}"]
-            for row in rows
-        ]
+        for row in rows:
+            row[3:] = f"{self.teraflops(row[0]):.3g}", *row[3:], f"{self.weight_bytes[row[0]] / 1e6:.1f}"
         return [*first, "TOPS", ratio, error, "weight MB"], rows
 
 
 def notes(results: Sequence[Times]) -> list[str]:
-    """One line each: what was left out and why, what is timed another way, and what makes the figures doubtful."""
+    """Return a line for each method that was left out or timed another way, and for each doubt in the figures."""
     lines = []
     if any(result.looped for result in results):
         lines.append("\\* not captured in a CUDA graph: a loop of calls, the host's launches included.")
@@ -207,6 +207,6 @@ def notes(results: Sequence[Times]) -> list[str]:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The table as GitHub markdown."""
+    """Return the table as GitHub markdown."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
