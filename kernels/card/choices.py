@@ -1,4 +1,4 @@
-"""What a card's own benchmark found to be fastest, kept for `auto`: of linears and of exact attention alike.
+"""The fastest ways by a card's own benchmark, stored for `auto`: of linears and of exact attention.
 
 A choice counts only for the card, the driver and the versions that it was measured with.
 """
@@ -14,7 +14,7 @@ import torch
 
 from .kept_files import is_milliseconds, is_size, path_for, read_object, write_object
 
-# Another way than the usual one has to be so much faster: less is noise.
+# So much faster than the usual way another one has to be: less is noise.
 _MARGIN = 0.03
 
 Shape = tuple
@@ -23,20 +23,17 @@ Shape = tuple
 
 @dataclass(frozen=True)
 class Choice:
-    """The measurements of a healthy card.
-
-    Attributes:
-        date: when, as ISO 8601.
-        milliseconds: per shape, of which there is one at least, the time of each way that ran.
-    """
+    """The measurements of a healthy card."""
 
     date: str
+    """In ISO 8601."""
     milliseconds: Mapping[Shape, Mapping[str, float]]
+    """Of each way that ran, for at least one shape."""
 
     def fastest(self, shape: Shape, ways: Collection[str], usual: str) -> str | None:
-        """The fastest of `ways` for a shape, `usual` where no other is clearly faster; None where none ran.
+        """Return the fastest of `ways` for a shape, `usual` where no other is clearly faster; None where none ran.
 
-        A shape that was not measured is judged by the nearest in factors of its sizes, among those alike in the rest.
+        A shape that was not measured is judged by the nearest of its class, in factors of its sizes.
         """
         alike = [other for other in self.milliseconds if other[2:] == shape[2:]]
         if not alike:
@@ -46,7 +43,7 @@ class Choice:
 
 
 def fastest(times: Mapping[str, float], usual: str) -> str | None:
-    """The way with the least time, `usual` where no other is clearly faster; None of none."""
+    """Return the way with the least time, `usual` where no other is clearly faster; None without ways."""
     best = min(times, key=times.__getitem__, default=None)
     return usual if best is not None and times.get(usual, math.inf) <= (1 + _MARGIN) * times[best] else best
 
@@ -55,10 +52,10 @@ class Choices:
     """The choices of one kind, one for each card.
 
     Args:
-        kind: what their files' names begin with.
+        kind: the prefix of their files' names.
         fields: the names of a shape's parts.
-        ways: what is chosen from.
-        machine: (device) -> what a choice is bound to, with the "card".
+        ways: the ways to choose from.
+        machine: (device) -> the "card" and all else that a choice is bound to.
     """
 
     def __init__(
@@ -69,25 +66,25 @@ class Choices:
         machine: Callable[[torch.device], Mapping[str, str]],
     ) -> None:
         self.machine = machine
-        self.after_change: list[Callable[[], object]] = [self.read_anew]
-        """What forgets what followed from a choice."""
         self._kind, self._fields, self._ways = kind, fields, ways
         self._read: dict[torch.device, Choice | None] = {}
+        self.after_change: list[Callable[[], object]] = [self.read_anew]
+        """Called after a change, to clear the caches of what follows from a choice."""
 
     def read_anew(self) -> None:
-        """Read the files when they are asked for next."""
+        """Clear the cache of files."""
         self._read.clear()
 
     def stored(self, device: torch.device) -> Choice | None:
-        """The choice that counts for a GPU, or None where none was stored, or with others of what it is bound to."""
+        """Return the choice that counts for a GPU, or None where none was stored for it and its versions."""
         if device not in self._read:
             self._read[device] = self._stored(device)
         return self._read[device]
 
     def decide_by(self, device: torch.device, choice: Choice | None) -> bool:
-        """Let a choice decide on a GPU from now on, in place of an earlier one; None forgets that one.
+        """Store the choice of a GPU in place of an earlier one; with None remove that one.
 
-        Returns whether there was one. Raises OSError where it cannot be kept; then the earlier one stays, whole.
+        Returns whether there was one. Raises OSError where it cannot be stored; then the earlier one stays, whole.
         """
         before = self.stored(device) is not None
         try:
@@ -106,7 +103,7 @@ class Choices:
         return before
 
     def path(self, device: torch.device) -> Path:
-        """Where the choice of a GPU lies. Raises ImportError without Triton."""
+        """Return the file of a GPU's choice. Raises ImportError without Triton."""
         return path_for(self.machine(device), f"{self._kind}-")
 
     def _stored(self, device: torch.device) -> Choice | None:
@@ -116,12 +113,12 @@ class Choices:
                 return None
             date, times = content["date"], dict(map(self._of_shape, content["shapes"]))
             return Choice(date, times) if isinstance(date, str) and times else None
-        # A RuntimeError is a driver that does not answer, which whoever computes on the card will hear too.
+        # A RuntimeError is a driver that does not answer, as a computation on the card will find too.
         except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError):
             return None
 
     def _of_shape(self, entry: dict[str, Any]) -> tuple[Shape, dict[str, float]]:
-        """A shape and what each way took for it. Raises ValueError, TypeError or KeyError for what no choice says."""
+        """Return a shape and the time of each way. Raises ValueError, TypeError or KeyError for a wrong entry."""
         shape, times = tuple(entry[name] for name in self._fields), entry["milliseconds"]
         if not (all(map(is_size, shape[:2])) and isinstance(times, dict)):
             raise ValueError("no shape with times")

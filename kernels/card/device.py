@@ -1,5 +1,6 @@
-"""Where the fused kernel runs: what can launch it, and whether a card should."""
+"""Where the fused kernel runs: whether a card can launch it, and what `auto` chooses there."""
 
+import contextlib
 import functools
 import os
 from collections.abc import Collection
@@ -13,7 +14,7 @@ from .triton_release import triton_advice
 
 FUSED, NATIVE, BF16 = "fused int8", "native int8", "bf16"
 WAYS = (FUSED, NATIVE, BF16)
-"""What a linear can compute with: this pack's kernel, ComfyUI's own INT8, a weight in bf16."""
+"""How a linear can compute: by this pack's kernel, by ComfyUI's own INT8, with a weight in bf16."""
 KERNEL_CHOICES = ("auto", FUSED, BF16)
 CONSUMER_AMPERE = (8, 6)
 # Triton builds int8 `tl.dot` for tensor cores from Ampere on.
@@ -22,24 +23,21 @@ _OLDEST_CAPABILITY = (8, 0)
 
 @functools.cache
 def _machine_of(device: torch.device) -> dict[str, str]:
-    """What a choice for linears is bound to."""
-    found = describe_machine(device)
-    try:
+    """Return what a choice for linears is bound to."""
+    found, backend = describe_machine(device), ""
+    with contextlib.suppress(LookupError):
         backend = native_backend(device)
-    except LookupError:
-        backend = ""
     machine = {name: found.get(name, "") for name in ("card", "driver", "torch", "triton", "comfy-kitchen")}
     return machine | {"native backend": backend, "kernels": kernel_source_hash("linear")}
 
 
 AUTO_CHOICES = Choices("auto", ("n", "k"), WAYS, _machine_of)
-"""What Kernel Benchmark found of linears. Where nothing is clearly faster the fused kernel runs: in blocks it saves
-more."""
+"""Kernel Benchmark's choices of linears. Without a clear winner the fused kernel runs: in blocks it saves more."""
 
 
 @dataclass(frozen=True)
 class ComputePath:
-    """What INT8 linears compute with, one of WAYS, and the reason in words for the user."""
+    """How INT8 linears compute, one of WAYS, and the reason in words for the user."""
 
     kind: str
     reason: str
@@ -50,8 +48,7 @@ class ComputePath:
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """Whether operations on `tensor` launch Triton kernels: on a GPU that runs them, or on a CPU under Triton's
-    interpreter."""
+    """Whether operations on `tensor` launch kernels: on a GPU that runs them, or on a CPU by Triton's interpreter."""
     if tensor.is_cuda:
         return _builds_kernels(tensor.device)
     return os.environ.get("TRITON_INTERPRET") == "1" and triton_available()
@@ -59,7 +56,7 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def triton_error() -> str | None:
-    """Why the installed Triton cannot build kernels (it needs a C compiler for its launcher), or None where it can."""
+    """Return why Triton cannot build kernels (it needs a C compiler for its launcher), or None where it can."""
     try:
         from ..internals.triton_runtime import check_driver
 
@@ -75,14 +72,14 @@ def _builds_kernels(device: torch.device) -> bool:
 
 
 def takes_kernels(device: torch.device) -> bool:
-    """Whether a device is a card that the kernels are made for, so that it is worth having a Triton."""
+    """Whether the kernels are made for a device, so that Triton is of use there."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= _OLDEST_CAPABILITY
 
 
 def fused_obstacle(device: torch.device) -> str | None:
-    """Why the fused kernel cannot run on a GPU, in words and with what to do, or None where it can."""
+    """Return why the fused kernel cannot run on a GPU and what to do, in words, or None where it can."""
     name = torch.cuda.get_device_name(device)
     if not takes_kernels(device):
         major, minor = torch.cuda.get_device_capability(device)
@@ -96,17 +93,17 @@ def fused_obstacle(device: torch.device) -> str | None:
 def choose_path(
     device: torch.device | str, kernel: str = "auto", shape: tuple[int, int] | None = None, ways: Collection[str] = WAYS
 ) -> ComputePath:
-    """Choose what a linear computes with on a device.
+    """Choose how a linear computes on a device.
 
-    The rule of `auto`: where the card's own benchmark has left a choice, the fastest way of the linear's shape.
-    Elsewhere consumer Ampere (sm_86) runs fused INT8, where it is known to win, and any other card bf16. No Triton or
-    no GPU falls back to bf16. The other choices override the rule.
+    "auto" is the fastest way of the linear's shape by the card's own benchmark. Without one it is fused INT8 on
+    consumer Ampere (sm_86), where that is known to win, and bf16 on any other card. No Triton or no GPU falls back to
+    bf16. The other kernels override the rule.
 
     Args:
         device: where the model computes.
         kernel: "auto", "fused int8" or "bf16".
         shape: N and K of the linear; None for the model as a whole, which runs fused INT8 if any measured shape does.
-        ways: what the linear could compute with, as far as a choice may choose.
+        ways: those that a benchmark's choice may be of.
 
     Raises:
         ValueError: unknown `kernel`.
@@ -161,12 +158,11 @@ AUTO_CHOICES.after_change.append(_kind.cache_clear)
 
 @torch.compiler.assume_constant_result
 def int8_path(device: torch.device, kernel: str, n: int, k: int, native: bool) -> str:
-    """What a linear with an INT8 weight [n, k] computes with, one of WAYS: asked in each call, because
-    cards of one machine may differ.
+    """Return how a linear with an INT8 weight [n, k] computes, one of WAYS; cards of one machine may differ.
 
-    `native` says whether ComfyUI's own INT8 could compute it. A choice chooses between the INT8 ways only: a weight
-    that is turned into bf16 in each call is slower than either. A compiler takes the answer for a constant. Raises
-    what `choose_path` does.
+    `native` says whether ComfyUI's own INT8 could compute it. A benchmark's choice is between the INT8 ways only: a
+    weight that becomes bf16 in each call is slower than either. To a compiler the result is a constant. Raises what
+    `choose_path` does.
     """
     return _kind(device, kernel, (n, k), native)
 

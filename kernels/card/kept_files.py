@@ -1,6 +1,6 @@
-"""Small JSON files that outlive the process: read without trust, and written so that a reader sees the old or the new.
+"""Small JSON files that outlive the process: read without trust, and replaced whole.
 
-Their folder may be anybody's: what lies there under a file's name need not be a file, nor one that this pack wrote.
+Anybody may write to their folder: under a file's name there need not be a file, nor one that this pack wrote.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 
 
 def folder() -> Path:
-    """Where they lie: INT8_DIT_TUNING_CACHE, or else `int8-dit` where Triton keeps compiled kernels."""
+    """Return INT8_DIT_TUNING_CACHE, or else `int8-dit` in the folder of Triton's compiled kernels."""
     from ..internals.triton_runtime import triton_cache_folder
 
     named = os.environ.get("INT8_DIT_TUNING_CACHE", "").strip()
@@ -34,14 +34,14 @@ def folder() -> Path:
 
 
 def path_for(machine: Mapping[str, str], kind: str = "") -> Path:
-    """Where a file of a kind lies for a machine, which has a "card": another machine has another file."""
+    """Return the path of a kind's file for a machine, which has a "card": another machine has another file."""
     slug = re.sub(r"[^a-z0-9]+", "-", machine["card"].lower()).strip("-")[:60]
     digest = hashlib.sha256("\n".join(machine.values()).encode()).hexdigest()[:16]
     return folder() / f"{kind}{slug}-{digest}.json"
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object that a file holds; None where there is something else. Raises OSError, also where nothing is."""
+    """Return a file's JSON object; None where there is something else. Raises OSError, also where nothing is."""
     data = _patiently(lambda: _bytes(path))
     try:
         content = json.loads(data) if data is not None else None
@@ -51,7 +51,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _bytes(path: Path) -> bytes | None:
-    """What a file holds, or None for a pipe, a device or a file that is far too large."""
+    """Return a file's content, or None for a pipe, a device or a file that is far too large."""
     # A pipe would wait for its other end.
     without_waiting = getattr(os, "O_NONBLOCK", 0)
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | without_waiting)) as file:
@@ -60,8 +60,8 @@ def _bytes(path: Path) -> bytes | None:
 
 
 def write_object(path: Path, content: dict[str, Any]) -> None:
-    """Write a file so that a reader, in whatever process, sees the old one or the new one. Raises OSError."""
-    # A name that nobody can know beforehand, and only if it is new: a link put there would lead to another file.
+    """Replace a file, so that a reader in any process sees the old one or the new one. Raises OSError."""
+    # A name that nobody can guess, and only if it is new: a link put there would lead to another file.
     temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "x", encoding="utf-8") as file:
@@ -74,7 +74,7 @@ def write_object(path: Path, content: dict[str, Any]) -> None:
 
 
 def is_size(value: Any) -> bool:
-    """Whether a value from JSON is the number of rows or columns of a matrix. Whole numbers have any size there."""
+    """Whether a value from JSON is a number of rows or columns. Whole numbers have any size there."""
     return type(value) is int and 0 < value < _MOST_SIZE
 
 
@@ -84,7 +84,7 @@ def is_milliseconds(value: Any) -> bool:
 
 
 def _patiently(action: Callable[[], _Result]) -> _Result:
-    """`action()`, tried again for a moment while access is denied."""
+    """Call `action`, again for a moment while access is denied."""
     for _ in range(_ATTEMPTS - 1):
         try:
             return action()

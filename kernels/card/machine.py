@@ -1,4 +1,4 @@
-"""Card, driver, versions, kernels and date: without them a figure means nothing, and a measurement counts nowhere."""
+"""Card, driver, versions, kernels and date, which a measurement is bound to."""
 
 import contextlib
 import datetime
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from ..internals import kitchen
+from ..internals.kitchen import kitchen_backend
 
-# Where NVIDIA's driver for Linux says what it is. Elsewhere nothing that PyTorch brings says its release.
+# The release of NVIDIA's driver on Linux. Elsewhere nothing that PyTorch brings has it.
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SOURCES = {
     "GEMM": ("linear", "gemm_kernel ring_gemm_kernel gemm"),
@@ -26,7 +26,7 @@ MEASURED_SOURCES = {
     what: tuple(Path(__file__).parents[1] / room / f"{name}.py" for name in names.split())
     for what, (room, names) in _SOURCES.items()
 }
-"""The files of the kernels by what is measured of them."""
+"""The kernels' files by what is measured of them."""
 
 
 def triton_available() -> bool:
@@ -35,10 +35,9 @@ def triton_available() -> bool:
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """Card, driver, versions and date; what is not there is left out."""
+    """Return card, driver, versions and date, as far as they are there."""
     found = {"card": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"}
-    driver = _driver_release() if device.type == "cuda" else None
-    if driver is not None:
+    if device.type == "cuda" and (driver := _driver_release()) is not None:
         found["driver"] = driver
     found["torch"] = str(torch.__version__)
     with contextlib.suppress(Exception):  # a Triton that another PyTorch needs may raise anything
@@ -52,8 +51,8 @@ def describe_machine(device: torch.device) -> dict[str, str]:
 
 @functools.cache
 def memory_rate() -> float:
-    """Bytes a second that the slowest GPU of the machine reads or writes, by its memory's clock and width; those of an
-    RTX 3090 where PyTorch does not say."""
+    """Return the bytes a second that the machine's slowest GPU reads or writes, by its memory's clock and width; those
+    of an RTX 3090 where PyTorch does not say."""
     cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     # Of kHz and bits, twice a cycle.
     rates = [250 * getattr(card, "memory_clock_rate", 0) * getattr(card, "memory_bus_width", 0) for card in cards]
@@ -61,24 +60,25 @@ def memory_rate() -> float:
 
 
 def title(environment: Mapping[str, str]) -> str:
-    """The environment in one line: the card first, each version after its name."""
+    """Return the environment in one line: the card first, each version after its name."""
     named = [f"{name} {value}" for name, value in environment.items() if name not in ("card", "date")]
     return ", ".join([environment["card"], *named, environment["date"]])
 
 
 def native_backend(device: torch.device) -> str:
-    """Which of comfy-kitchen's backends ComfyUI's own INT8 linears run on here. Raises LookupError where none is.
+    """Return the backend of comfy-kitchen that ComfyUI's own INT8 linears run on. Raises LookupError without one.
 
     Inside ComfyUI it knows what ComfyUI switched off: below CUDA 13 that leaves the eager one.
     """
     x = torch.zeros(32, 64, dtype=torch.bfloat16, device=device)
     weight = torch.zeros(64, 64, dtype=torch.int8, device=device)
-    scale = torch.ones((), device=device)
-    return kitchen.backend_for(x, weight, scale)
+    arguments = {"x": x, "weight": weight, "weight_scale": torch.ones((), device=device), "bias": None}
+    options = {"out_dtype": x.dtype, "convrot": False, "convrot_groupsize": 256}
+    return kitchen_backend("int8_linear", arguments | options)
 
 
 def _driver_release() -> str | None:
-    """The release of NVIDIA's driver, such as 580.159.04; None where it does not say so."""
+    """Return the release of NVIDIA's driver, such as 580.159.04, or None."""
     try:
         text = _DRIVER.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -89,7 +89,7 @@ def _driver_release() -> str | None:
 
 @functools.cache
 def kernel_source_hash(what: str) -> str:
-    """SHA-256 over files of MEASURED_SOURCES: what was measured with other kernels says nothing about these."""
+    """Return SHA-256 over files of MEASURED_SOURCES: a measurement of other kernels says nothing about these."""
     digest = hashlib.sha256()
     for source in MEASURED_SOURCES[what]:
         digest.update(f"{source.name}\n{source.read_text(encoding='utf-8')}\n".encode())

@@ -1,4 +1,4 @@
-"""Measuring how long device work takes."""
+"""Times of work on a device."""
 
 import math
 import time
@@ -15,19 +15,18 @@ class Stopwatch:
         self._on_gpu = device.type == "cuda"
 
     def begin(self) -> list:
-        """Start a span."""
+        """Return a new span."""
         return [self._now()]
 
     def end(self, span: list) -> None:
-        """End a span."""
         span.append(self._now())
 
     def is_over(self, span: list) -> bool:
-        """Whether the device has come to the end of an ended span."""
+        """Whether the device has reached the end of an ended span."""
         return not self._on_gpu or span[1].query()
 
     def milliseconds(self, span: list) -> float:
-        """How long an ended span took. It waits for the device."""
+        """Return the length of an ended span, after waiting for the device."""
         begin, end = span
         if not self._on_gpu:
             return (end - begin) * 1e3
@@ -35,7 +34,7 @@ class Stopwatch:
         return begin.elapsed_time(end)
 
     def mean(self, work: Callable[[], object], passes: int = 1) -> float:
-        """Milliseconds of one `work()` among so many, back to back."""
+        """Return the mean milliseconds of so many calls of `work`, back to back."""
         span = self.begin()
         for _ in range(passes):
             work()
@@ -58,28 +57,28 @@ _PASSES_ON_CPU = 3
 
 
 class GraphPool:
-    """Device memory for CUDA graphs of which no two run at the same time, and whose results nobody reads."""
+    """Memory that CUDA graphs share: no two run at the same time, and nobody reads their results."""
 
     def __init__(self) -> None:
         self.handle = torch.cuda.graph_pool_handle()
 
     def renew(self) -> None:
-        """Start anew after a failed capture, which leaves its pool unusable. Earlier graphs keep theirs."""
+        """Replace the pool after a failed capture, which leaves it unusable. Earlier graphs keep theirs."""
         self.handle = torch.cuda.graph_pool_handle()
 
 
 class CallSeries:
     """Calls of one method, timed as a model makes them: back to back, on a GPU that has been busy for a while.
 
-    The calls rotate over operands: copies of a weight, say, so many that each call finds its own out of cache. On a GPU
-    they are one CUDA graph, which takes the host's launches out of the time. A method that cannot be captured (because
-    it synchronizes, perhaps) is called in a loop instead, and `looped` is True.
+    The calls rotate over operands, such as so many copies of a weight that each call finds its own out of cache. On a
+    GPU they are one CUDA graph, which takes the host's launches out of the time. A method that cannot be captured
+    (because it synchronizes, perhaps) is called in a loop instead, and `looped` is True.
 
     Args:
-        run: called with the index of its operand; must have run once before.
-        operands: how many operands there are.
-        device: where the method runs; a GPU must be the current one whenever this is called.
-        pool: memory that several series share; None gives this one its own.
+        run: takes the index of its operand; must have run once before.
+        operands: the number of operands.
+        device: where the method runs; a GPU must be the current one at each use.
+        pool: memory to share with other series.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class CallSeries:
             self._run(index)
 
     def milliseconds(self) -> float:
-        """Mean time of one call over a window of uninterrupted work; on a CPU over a few calls, by the wall clock."""
+        """Return the mean time of a call over a window of uninterrupted work; on a CPU over a few calls."""
         work = self._call_all if self._graph is None else self._graph.replay
         passes = math.ceil(self._window / self._watch.mean(work)) if self._window else 1
         return self._watch.mean(work, passes) / len(self._indices)
@@ -128,10 +127,9 @@ class CallSeries:
 def sustained_milliseconds(
     series: Mapping[str, CallSeries], rounds: int, check: Callable[[], None] = lambda: None
 ) -> dict[str, list[float]]:
-    """Milliseconds per call of each series in each round.
+    """Return milliseconds per call of each series in each round. `check` runs before each timing and may raise to stop.
 
-    A round times every series once, so that a drifting clock meets all methods alike. `check` runs before each timing
-    and may raise to stop.
+    A round times every series once, so that a drifting clock meets all methods alike.
     """
     times: dict[str, list[float]] = {name: [] for name in series}
     for _ in range(rounds):

@@ -1,16 +1,16 @@
-"""Which Triton goes with the installed PyTorch, whether that one is installed, and the command that installs it."""
+"""The Triton that goes with the installed PyTorch: whether it is installed, and the command that installs it."""
 
 import importlib.metadata
 import importlib.util
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
+from typing import NamedTuple
 
 from .machine import triton_available
 
-# Each minor version of PyTorch is built for one of Triton's; another breaks torch.compile, for other packs too. What
-# PyTorch's wheels on PyPI require on Linux, and, up to 2.10, the table in triton-windows' README.
+# Each minor version of PyTorch is built for one of Triton's; another breaks torch.compile, for other packs too. From
+# the requirements of PyTorch's wheels for Linux on PyPI and, up to 2.10, the table in triton-windows' README.
 _OF_TORCH = {
     "2.6": "3.2",
     "2.7": "3.3",
@@ -27,28 +27,24 @@ _NEWEST_FOR_WINDOWS = "3.8"  # of triton-windows on PyPI, which comes weeks afte
 _PORTABLE = "python_embeded"  # the folder of the Python in ComfyUI's portable build for Windows, as it is spelled there
 
 
-@dataclass(frozen=True)
-class TritonProblem:
-    """A defect of the installed Triton, in words for the user.
-
-    Attributes:
-        summary: what comes of it, in a few words.
-        detail: what it is and what to do, in one sentence.
-    """
+class TritonProblem(NamedTuple):
+    """A defect of the installed Triton, in words for the user."""
 
     summary: str
+    """Its effect in a few words."""
     detail: str
+    """The defect and its remedy, in one sentence."""
 
 
 def triton_problem() -> TritonProblem | None:
-    """Whether Triton is missing, cannot be imported, or is another one than PyTorch is built for; None of none."""
+    """Return a problem where Triton is missing, cannot be imported, or is not the one that PyTorch is built for."""
     if not triton_available():
         return _without_triton("Triton is not installed")
     try:
         import triton
 
         installed = _minor(triton.__version__)
-    except Exception as error:  # it imports what is compiled, and its own parts, which may be of another version
+    except Exception as error:  # its compiled and other parts may be of different versions
         line = str(error).strip().partition("\n")[0] or type(error).__name__
         return _without_triton(f"Triton cannot be imported ({line})", anew=True)
     wanted = _wanted()
@@ -59,7 +55,7 @@ def triton_problem() -> TritonProblem | None:
 
 
 def triton_installation(anew: bool = False) -> tuple[str, str]:
-    """A folder, and the command that installs Triton for the Python that runs, given there in any shell.
+    """Return a folder, and the command that installs Triton for the running Python from there, in any shell.
 
     `anew` replaces one that is installed in the same version.
     """
@@ -76,17 +72,16 @@ def triton_installation(anew: bool = False) -> tuple[str, str]:
 
 
 def triton_advice(anew: bool = False) -> str:
-    """What to do for a Triton that goes with PyTorch, as the second half of a sentence; `triton_installation` says the
-    parts."""
+    """Return `triton_installation` as the second half of a sentence."""
     folder, command = triton_installation(anew)
     return f"in the folder {folder} run `{command}`"
 
 
 def triton_requirement() -> str:
-    """The requirement for pip, such as `triton-windows==3.6.*`.
+    """Return the requirement for pip, such as `triton-windows==3.6.*`.
 
-    Without a version where PyTorch is missing, or is one of which nobody knows. On Windows the newest that there is,
-    where that of PyTorch is yet to come.
+    It has no version where PyTorch is missing or unknown. On Windows it is the newest Triton while that of PyTorch is
+    yet to come.
     """
     package = "triton-windows" if sys.platform == "win32" else "triton"
     release = _wanted()
@@ -100,17 +95,14 @@ def _without_triton(what: str, anew: bool = False) -> TritonProblem:
 
 
 def _wanted() -> str | None:
-    """The minor version of Triton that the installed PyTorch is built for, as far as it is known."""
+    """Return the minor version of Triton that the installed PyTorch is built for, where it is known."""
     return _named_by_torch() or _OF_TORCH.get(_torch_release())
 
 
 def _is_ahead(release: str) -> bool:
-    """Whether a release of Triton is not there yet for this system."""
-    return sys.platform == "win32" and _numbers(release) > _numbers(_NEWEST_FOR_WINDOWS)
-
-
-def _numbers(release: str) -> list[int]:
-    return [int(number) for number in release.split(".")]
+    """Whether a release of Triton is yet to come for this system."""
+    number, newest = ([int(part) for part in version.split(".")] for version in (release, _NEWEST_FOR_WINDOWS))
+    return sys.platform == "win32" and number > newest
 
 
 def _minor(version: str) -> str:
@@ -126,7 +118,7 @@ def _torch_release() -> str:
 
 
 def _named_by_torch() -> str | None:
-    """What PyTorch itself requires on Linux: its wheels for Windows say it too, but are not bound to."""
+    """Return the Triton that PyTorch requires on Linux: its wheels for Windows say it too, but are not bound to."""
     try:
         required = importlib.metadata.requires("torch") or []
     except importlib.metadata.PackageNotFoundError:

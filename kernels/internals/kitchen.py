@@ -1,4 +1,4 @@
-"""comfy-kitchen's INT8 linear, the backends that it has of it, and the GEMM in it."""
+"""comfy-kitchen's INT8 linear, its backends, its GEMM, and its INT8 attention."""
 
 import functools
 import importlib
@@ -12,10 +12,10 @@ from .insides import KITCHEN_GEMM, holds
 
 
 def kitchen_linear(backend: str | None = None) -> Callable[..., torch.Tensor]:
-    """Its `int8_linear`, which chooses among its backends, or that of one backend, "cuda" or "triton".
+    """Return its `int8_linear`, which chooses among its backends, or that of one backend, "cuda" or "triton".
 
-    The function takes x, weight, scale, bias and the dtype of the result. Raises LookupError where comfy-kitchen is not
-    installed, or has none here; the function itself may still raise.
+    It takes x, weight, scale, bias and out_dtype, and may raise. Raises LookupError where comfy-kitchen is not
+    installed, or has none here.
     """
     if backend is None:
         return _module("comfy_kitchen").int8_linear
@@ -23,7 +23,7 @@ def kitchen_linear(backend: str | None = None) -> Callable[..., torch.Tensor]:
 
 
 def kitchen_attention(device: torch.device) -> Callable[..., torch.Tensor]:
-    """Its `int8_attention`, which takes q, k, v [B, H, T, D] and attn_mask.
+    """Return its `int8_attention`, which takes q, k, v [B, H, T, D] and attn_mask.
 
     Raises LookupError where comfy-kitchen is not installed, or has none that runs on a device.
     """
@@ -36,7 +36,7 @@ def kitchen_attention(device: torch.device) -> Callable[..., torch.Tensor]:
 
 @functools.cache
 def kitchen_gemm() -> Callable[..., bool] | None:
-    """Its GEMM of quantized activations, which multiplies by the scales and adds the bias; None where it has none here.
+    """Return its GEMM of quantized activations with scales and bias; None where it has none here.
 
     The function takes q int8 [M, K], weight int8 [N, K], q_scale float32 [M], weight_scale float32 [N] or [N, 1], bias
     in the dtype of the result or None, and the result [M, N], all contiguous. It launches on the current device and
@@ -68,15 +68,8 @@ def kitchen_gemm() -> Callable[..., bool] | None:
     return run
 
 
-def backend_for(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> str:
-    """Which backend it chooses for a linear. Raises LookupError where it is not installed, or has none here."""
-    options = {"bias": None, "out_dtype": x.dtype, "convrot": False, "convrot_groupsize": 256}
-    arguments = {"x": x, "weight": weight, "weight_scale": scale, **options}
-    return kitchen_backend("int8_linear", arguments)
-
-
 def kitchen_backend(function: str, arguments: dict[str, Any] | None = None) -> str:
-    """Which backend it has for a function, with these arguments; "eager" is PyTorch. Raises LookupError without one."""
+    """Return its backend for a function with these arguments; "eager" is PyTorch. Raises LookupError without one."""
     return _asked(lambda registry: registry.get_capable_backend(function, arguments))
 
 
