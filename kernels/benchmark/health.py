@@ -16,16 +16,8 @@ from ..card.timing import CallSeries, sustained_milliseconds
 
 # Floating point operations of bf16 tensor cores per multiprocessor and clock, dense, with float32 accumulation, by
 # compute capability. From NVIDIA's white papers of the architectures: peak rate / (multiprocessors x boost clock).
-_OPERATIONS_PER_CLOCK = {
-    (8, 0): 2048,
-    (8, 6): 1024,
-    (8, 7): 1024,
-    (8, 9): 1024,
-    (9, 0): 4096,
-    (10, 0): 8192,
-    (10, 3): 8192,
-    (12, 0): 1024,
-}
+_OPERATIONS_PER_CLOCK = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
+_OPERATIONS_PER_CLOCK |= dict.fromkeys(((8, 6), (8, 7), (8, 9), (12, 0)), 1024)
 # GeForce cards accumulate in float32 at half the rate of professional cards of the same chip.
 _HALVED = ("GeForce", "TITAN")
 # A healthy RTX 3090 reaches 65.5 of 71 TFLOPS (arXiv 2606.14598), a throttled one 8.1; a card that two processes share

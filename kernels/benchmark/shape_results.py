@@ -2,8 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -27,22 +26,6 @@ class Unavailable(Exception):
 def sampled_rows(count: int, device: torch.device) -> torch.Tensor:
     """Return the indices of the rows, of so many, that errors are measured on."""
     return torch.arange(0, count, max(1, count // ERROR_ROWS), device=device)
-
-
-@contextmanager
-def leaving_out(name: str, foreign: bool, absent: dict[str, str]) -> Iterator[None]:
-    """Note in `absent` why a method does not run here, in place of an error. Any error of a `foreign` one, the code of
-    others, is a reason."""
-    try:
-        yield
-    except Unavailable as reason:
-        absent[name] = str(reason)
-    except torch.cuda.OutOfMemoryError:
-        absent[name] = "not enough memory"
-    except Exception as error:
-        if not foreign:
-            raise
-        absent[name] = str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 @dataclass(kw_only=True)
@@ -88,7 +71,7 @@ class Times:
         for method in sorted(methods, key=lambda method: not method.small):
             check()
             say(f"{self.name}: {method.name}")
-            with leaving_out(method.name, method.foreign, self.absent):
+            try:
                 with interruptible(check):
                     call = method.call(operands)
                     if not method.foreign:
@@ -96,6 +79,14 @@ class Times:
                     output = operands.sample(call(0)).double()
                 self.relative_errors[method.name] = ((output - exact).norm() / exact.norm()).item()
                 series[method.name] = CallSeries(call, operands.copies, device, pool)
+            except Unavailable as reason:
+                self.absent[method.name] = str(reason)
+            except torch.cuda.OutOfMemoryError:
+                self.absent[method.name] = "not enough memory"
+            except Exception as error:
+                if not method.foreign:  # the code of others may raise anything
+                    raise
+                self.absent[method.name] = str(error).strip().partition("\n")[0] or type(error).__name__
         ran = {method.name: series[method.name] for method in methods if method.name in series}
         self.rounds = sustained_milliseconds(ran, rounds, check)
         self.looped = [name for name, calls in ran.items() if calls.looped]

@@ -4,6 +4,7 @@ A choice counts only for the card, the driver and the versions that it was measu
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -67,19 +68,11 @@ class Choices:
     ) -> None:
         self.machine = machine
         self._kind, self._fields, self._ways = kind, fields, ways
-        self._read: dict[torch.device, Choice | None] = {}
+        self.stored = functools.cache(self._stored)
+        """Return the choice that counts for a GPU, or None where none was stored for it and its versions."""
+        self.read_anew = self.stored.cache_clear
         self.after_change: list[Callable[[], object]] = [self.read_anew]
         """Called after a change, to clear the caches of what follows from a choice."""
-
-    def read_anew(self) -> None:
-        """Clear the cache of files."""
-        self._read.clear()
-
-    def stored(self, device: torch.device) -> Choice | None:
-        """Return the choice that counts for a GPU, or None where none was stored for it and its versions."""
-        if device not in self._read:
-            self._read[device] = self._stored(device)
-        return self._read[device]
 
     def decide_by(self, device: torch.device, choice: Choice | None) -> bool:
         """Store the choice of a GPU in place of an earlier one; with None remove that one.

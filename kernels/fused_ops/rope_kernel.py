@@ -176,11 +176,6 @@ def norm_rope_kernel(
 NORM_ROPE = row_launcher(norm_rope_kernel)
 
 
-def _strides(x: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of samples, tokens and heads of [B, T, H, D]; 0 along an axis of size 1."""
-    return tuple(stride if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True))
-
-
 def _side(heads: int, width: int, kind: str | None, weight: torch.Tensor | None) -> tuple[object, ...]:
     """Return the kernel's constants of queries or of keys: the norm's extent, whether it has a weight, the heads."""
     of_all = weight is not None and weight.numel() == heads * width != width
@@ -214,6 +209,8 @@ def launch_norm_rope(
     sides = (*_side(heads[0], width, q_kind, q_weight), *_side(heads[1], width, k_kind, k_weight))
     warps = max(1, min(16, (1 << (max(heads).bit_length() - 1)) * 2 * half // 1024))
     form = (*sides, pairs == "neighbours", freqs.numel() != q.shape[1] * width * 2, width, half, warps)
-    strides = (stride for x in (*dense((q, k)), *results) for stride in _strides(x))
+    # Of samples, tokens and heads; 0 along an axis of size 1.
+    sized = [pair for x in (*dense((q, k)), *results) for pair in zip(x.stride()[:3], x.shape, strict=False)]
+    strides = [stride if size > 1 else 0 for stride, size in sized]
     grid = (2 * q.shape[0] * q.shape[1], 1)
     return Layout(NORM_ROPE, form, grid, (q.shape[1], *strides, q_eps, k_eps), tensors, _as_read)

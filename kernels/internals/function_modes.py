@@ -1,4 +1,4 @@
-"""Who sees calls of PyTorch's functions: its stack of modes, tensors of subclasses, and nobody."""
+"""PyTorch's stack of function modes, and what else modes over its functions need of its insides."""
 
 from typing import Any
 
@@ -7,31 +7,28 @@ import torch
 _C: Any = torch._C
 
 unseen = _C.DisableTorchFunction
-"""A context in which calls of PyTorch's functions are shown to no mode and to no tensor of a subclass."""
+"""A context in which neither modes nor tensors of a subclass see calls of PyTorch's functions."""
 
 without_memory: Any = torch.Tensor._make_wrapper_subclass
-"""(class, shape, dtype=, device=) -> a tensor of a subclass that has no memory."""
+"""(class, shape, dtype=, device=) -> a tensor of a subclass, without memory."""
 
 current_stream = getattr(_C, "_cuda_getCurrentRawStream", lambda index: 0)
-"""The stream that a GPU computes on now, by its number; 0 for the one that it begins with."""
+"""(index of a GPU) -> the number of its current stream, 0 for the default one."""
 
 
 def is_alone(x: torch.Tensor) -> bool:
     """Whether no other tensor shares the memory of `x`, as far as PyTorch says."""
     count = getattr(_C, "_storage_Use_Count", None)
-    return count is not None and count(x.untyped_storage()._cdata) <= _OF_ITSELF
-
-
-_OF_ITSELF = 2  # the tensor, and the storage that asks
+    return count is not None and count(x.untyped_storage()._cdata) <= 2  # the tensor, and the storage that asks
 
 
 def push(mode: Any) -> None:
-    """Let a TorchFunctionMode see all calls from now on, in this thread."""
+    """Push a TorchFunctionMode on this thread's stack."""
     _C._push_on_torch_function_stack(mode)
 
 
 def remove(mode: Any, everywhere: bool = False) -> bool:
-    """Take a mode off if it is the last one, or with `everywhere` wherever it is. Returns whether it was."""
+    """Remove a mode if it is on top of the stack, or with `everywhere` wherever it is. Returns whether it was."""
     pop, at, length = _C._pop_torch_function_stack, _C._get_function_stack_at, _C._len_torch_function_stack()
     if length and at(length - 1) is mode:
         pop()

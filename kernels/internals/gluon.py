@@ -1,7 +1,7 @@
-"""Triton's Gluon, its language without a compiler's choice of layouts: what the kernels use of it, by one name each.
+"""What the kernels use of Gluon, Triton's language with explicit layouts, by one name each.
 
-It is experimental, and its names change from release to release. All are None where they are not as assumed, and
-under Triton's interpreter, which does not know it.
+It is experimental, and its names change from release to release. All are None where they are not as assumed, and under
+Triton's interpreter, which does not know it.
 """
 
 from typing import Any
@@ -33,5 +33,5 @@ if HAS_GLUON:
         copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
         barrier = getattr(gl, "barrier", None) or gl.thread_barrier
         commit_copies, wait_for_copies = async_copy.commit_group, async_copy.wait_group
-    except Exception:  # an experimental module may raise anything, such as where an interpreter was turned off late
+    except Exception:  # an experimental module may raise anything, as where the interpreter was switched off late
         HAS_GLUON = False

@@ -1,6 +1,7 @@
-"""PyTorch's private functions, each asked for when it is called: one that is gone ends only what needs it."""
+"""PyTorch's private functions. Where one is gone, its callers fail and nothing else does."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -11,10 +12,8 @@ dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-def int_mm(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """int8 [M, K] x int8 [K, N] -> int32 [M, N] on a GPU, by cuBLASLt."""
-    function = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
-    return function(q, weight)
+# int8 [M, K] x int8 [K, N] -> int32 [M, N] on a GPU, by cuBLASLt.
+int_mm: Any = getattr(torch, "_int_mm", None)
 
 
 def scaled_mm(q: torch.Tensor, q_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
@@ -26,10 +25,10 @@ def scaled_mm(q: torch.Tensor, q_scale: torch.Tensor, weight: torch.Tensor, weig
 def in_attention_order(
     order: Sequence[SDPBackend], attend: Callable[..., torch.Tensor], *args: object, **kwargs: object
 ) -> torch.Tensor:
-    """`attend(*args, **kwargs)`, where PyTorch asks these backends of its attention first, in their order.
+    """Return `attend(*args, **kwargs)` with these backends of PyTorch's attention first, in their order.
 
-    What the process has switched off stays off. PyTorch's own context manager takes the host 40 us, this less than one.
-    It does the same where PyTorch has the functions no more, and where a compiler traces, and switches the backends on.
+    Backends that the process has switched off stay off. PyTorch's own context manager switches them on and takes the
+    host 40 us, this less than one. It serves where a compiler traces, and where PyTorch lacks the functions.
     """
     get = None if torch.compiler.is_compiling() else getattr(torch._C, "_get_sdp_priority_order", None)
     put = None if get is None else getattr(torch._C, "_set_sdp_priority_order", None)

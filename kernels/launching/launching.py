@@ -223,22 +223,20 @@ class Layout:
                 self._aligned = launch if aligned else self._aligned
             launch(self.grid, *(operands if launch.direct is None else pointers), *self.numbers)
 
-    def compile_by(self, threads: Background, rank: float, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
-        """Compile the kernel in background threads; the tensors are `StandIn`s."""
-        self._compiled_by(threads, rank, self.operands(tensors, results))
+    def compile_by(self, threads: Background, rank: float, tensors: Tensors, results: Sequence[torch.Tensor]) -> Launch:
+        """Compile the kernel in background threads; the tensors are `StandIn`s. Returns the launch."""
+        operands = self.operands(tensors, results)
+        launch = self.launcher.prepared(self.form, operands, self.numbers)
+        launch.compile_by(threads, rank, operands[0].device, *operands, *self.numbers)
+        return launch
 
     def need_not_wait(self, tensors: Tensors, results: Sequence[Result]) -> bool:
         """Whether the launch is compiled, or has to compile itself. If not, background threads compile it."""
         if not (COMPILES_ALONE and tensors[0].is_cuda):
             return True
+        stand_ins = [None if tensor is None else StandIn.of(tensor) for tensor in tensors]
         made = [StandIn(shape, dtype, tensors[0].device) for shape, dtype in results]
-        operands = [StandIn.of(tensor) for tensor in self.operands(tensors, made)]
-        return self._compiled_by(beside_loading, 0, operands).is_compiled
-
-    def _compiled_by(self, threads: Background, rank: float, operands: Sequence[torch.Tensor]) -> Launch:
-        launch = self.launcher.prepared(self.form, operands, self.numbers)
-        launch.compile_by(threads, rank, operands[0].device, *operands, *self.numbers)
-        return launch
+        return self.compile_by(beside_loading, 0, stand_ins, made).is_compiled
 
 
 def contiguous(tensors: Tensors) -> Tensors:
