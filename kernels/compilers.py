@@ -29,11 +29,11 @@ def is_dispatched(x: torch.Tensor) -> bool:
 
     Plain eager calls go straight to the implementations: dispatching to Python takes longer than the checks do.
     """
-    return (torch.compiler.is_compiling() and _teach_inductor()) or type(x) not in _plain or dispatch_modes() > 0
+    return (torch.compiler.is_compiling() and _register_lowering()) or type(x) not in _plain or dispatch_modes() > 0
 
 
 @torch.compiler.assume_constant_result
-def _teach_inductor() -> bool:
+def _register_lowering() -> bool:
     """Register the quantizer's lowering with Inductor, once per process; always True.
 
     That is when a compiler first meets the kernels: importing Inductor takes a second.

@@ -1,1 +1,1 @@
-"""What a model will launch, compiled before its weights are there."""
+"""Background compilation of what a model will launch, before its weights are there."""

@@ -20,7 +20,7 @@ def anonymous(content: Any, names: frozenset[str] | None = None) -> Any:
 
     `names` are those of the user and the machine; None for the ones that the system has.
     """
-    names = _names_here() if names is None else names
+    names = _system_names() if names is None else names
     if isinstance(content, dict):
         return {key: anonymous(value, names) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -35,7 +35,7 @@ def _without(text: str, names: frozenset[str]) -> str:
     return _WORD.sub(lambda word: _PATH if _IS_PATH.search(word[0]) else word[0], text)
 
 
-def _names_here() -> frozenset[str]:
+def _system_names() -> frozenset[str]:
     found = {platform.node(), platform.node().partition(".")[0]}
     with contextlib.suppress(Exception):  # a container may know its user by a number only
         found.add(getpass.getuser())

@@ -137,13 +137,12 @@ def _own_int8(operands: AttentionOperands) -> Callable[[int], torch.Tensor]:
 
 COMFYUI_CHOICE = "ComfyUI's choice"
 KITCHEN_INT8 = "comfy-kitchen INT8"
-OWN_INT8 = "INT8 of this pack"
 
 ATTENTION_METHODS = (
     *(AttentionMethod(way, partial(_exact, way), foreign=way != TRITON) for way in EXACT_WAYS),
     AttentionMethod(COMFYUI_CHOICE, _comfyui),
     AttentionMethod(KITCHEN_INT8, _kitchen),
-    AttentionMethod(OWN_INT8, _own_int8, foreign=False),
+    AttentionMethod("INT8 of this pack", _own_int8, foreign=False),
 )
 """In the order of the rows. INT8 ones are timed with the quantization of their inputs."""
 

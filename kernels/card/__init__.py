@@ -1,1 +1,1 @@
-"""What decides on a card: which it is, what `auto` chooses there, and what is kept of it."""
+"""The card: its identity, the choices of `auto`, and the files that are kept for it."""

@@ -104,13 +104,13 @@ class Choices:
             content = read_object(self.path(device)) or {}
             if content.get("machine") != self.machine(device):
                 return None
-            date, times = content["date"], dict(map(self._of_shape, content["shapes"]))
+            date, times = content["date"], dict(map(self._parsed, content["shapes"]))
             return Choice(date, times) if isinstance(date, str) and times else None
         # A RuntimeError is a driver that does not answer, as a computation on the card will find too.
         except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError):
             return None
 
-    def _of_shape(self, entry: dict[str, Any]) -> tuple[Shape, dict[str, float]]:
+    def _parsed(self, entry: dict[str, Any]) -> tuple[Shape, dict[str, float]]:
         """Return a shape and the time of each way. Raises ValueError, TypeError or KeyError for a wrong entry."""
         shape, times = tuple(entry[name] for name in self._fields), entry["milliseconds"]
         if not (all(map(is_size, shape[:2])) and isinstance(times, dict)):

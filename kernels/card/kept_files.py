@@ -42,7 +42,7 @@ def path_for(machine: Mapping[str, str], kind: str = "") -> Path:
 
 def read_object(path: Path) -> dict[str, Any] | None:
     """Return a file's JSON object; None where there is something else. Raises OSError, also where nothing is."""
-    data = _patiently(lambda: _bytes(path))
+    data = _retried(lambda: _content(path))
     try:
         content = json.loads(data) if data is not None else None
     except (ValueError, RecursionError):
@@ -50,7 +50,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _bytes(path: Path) -> bytes | None:
+def _content(path: Path) -> bytes | None:
     """Return a file's content, or None for a pipe, a device or a file that is far too large."""
     # A pipe would wait for its other end.
     without_waiting = getattr(os, "O_NONBLOCK", 0)
@@ -66,7 +66,7 @@ def write_object(path: Path, content: dict[str, Any]) -> None:
     try:
         with open(temporary, "x", encoding="utf-8") as file:
             json.dump(content, file, indent=2)
-        _patiently(lambda: os.replace(temporary, path))
+        _retried(lambda: os.replace(temporary, path))
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -83,7 +83,7 @@ def is_milliseconds(value: Any) -> bool:
     return type(value) in (int, float) and _LEAST_MILLISECONDS <= value < _MOST_MILLISECONDS
 
 
-def _patiently(action: Callable[[], _Result]) -> _Result:
+def _retried(action: Callable[[], _Result]) -> _Result:
     """Call `action`, again for a moment while access is denied."""
     for _ in range(_ATTEMPTS - 1):
         try:

@@ -48,7 +48,7 @@ def triton_problem() -> TritonProblem | None:
         line = str(error).strip().partition("\n")[0] or type(error).__name__
         return _without_triton(f"Triton cannot be imported ({line})", anew=True)
     wanted = _wanted()
-    if wanted is None or installed == wanted or _is_ahead(wanted):
+    if wanted is None or installed == wanted or _is_unreleased(wanted):
         return None
     what = f"Triton {installed} is installed, but PyTorch {_torch_release()} is built for Triton {wanted}"
     return TritonProblem("Triton does not go with PyTorch", f"{what}: torch.compile may fail; {triton_advice()}")
@@ -85,7 +85,7 @@ def triton_requirement() -> str:
     """
     package = "triton-windows" if sys.platform == "win32" else "triton"
     release = _wanted()
-    if release is not None and _is_ahead(release):
+    if release is not None and _is_unreleased(release):
         release = _NEWEST_FOR_WINDOWS
     return package if release is None else f"{package}=={release}.*"
 
@@ -99,7 +99,7 @@ def _wanted() -> str | None:
     return _named_by_torch() or _OF_TORCH.get(_torch_release())
 
 
-def _is_ahead(release: str) -> bool:
+def _is_unreleased(release: str) -> bool:
     """Whether a release of Triton is yet to come for this system."""
     number, newest = ([int(part) for part in version.split(".")] for version in (release, _NEWEST_FOR_WINDOWS))
     return sys.platform == "win32" and number > newest
@@ -111,10 +111,9 @@ def _minor(version: str) -> str:
 
 def _torch_release() -> str:
     try:
-        version = importlib.metadata.version("torch")
+        return _minor(importlib.metadata.version("torch"))
     except importlib.metadata.PackageNotFoundError:
         return ""
-    return _minor(version)
 
 
 def _named_by_torch() -> str | None:

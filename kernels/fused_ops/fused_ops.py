@@ -24,7 +24,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
 }
 """By name. A sigmoid is not 0 for 0, so that only one with `up` is quantized."""
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,11 +57,11 @@ def modulated(
     """Return norm(x) scale + shift in float32, or x scale + shift, with the arguments of `norm_quantize`."""
     values = x.float() if norm is None else normalized(x, norm)
     if scale is not None:
-        values = values * _chosen(scale, rows)
-    return values if shift is None else values + _chosen(shift, rows)
+        values = values * _rows_of(scale, rows)
+    return values if shift is None else values + _rows_of(shift, rows)
 
 
-def _chosen(modulation: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+def _rows_of(modulation: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     """Return the modulation in float32, its `rows` of the tokens where they are given."""
     return (modulation if rows is None else modulation.index_select(-2, rows)).float()
 
@@ -202,8 +201,8 @@ def norm_rope(
     k_norm: Norm | None,
     freqs: torch.Tensor,
     pairs: Literal["neighbours", "halves"],
-    out: Pair | None = None,
-) -> Operation[Pair]:
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Operation[tuple[torch.Tensor, torch.Tensor]]:
     """Return norms of queries and keys with rotary positions, both [B, T, H, D]; float32 in between.
 
     Args:

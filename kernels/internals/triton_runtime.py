@@ -168,7 +168,7 @@ def direct_launch(
     is_known = holds(LAUNCHER) and type(run).__name__ == "CudaLauncher"
     if is_known and not (run.global_scratch_size or run.profile_scratch_size):  # or it allocates memory
         settings = run.launch_cooperative_grid, run.launch_pdl, None, None
-        run, expansions = _behind(run)
+        run, expansions = _c_launch(run)
     # What comes before the arguments, and behind the stream.
     fixed = kernel.function, *settings, kernel.packed_metadata, None, None, None
     appended = tuple(constants.values())
@@ -179,7 +179,7 @@ def direct_launch(
     return expansions, launch
 
 
-def _behind(launcher: Any) -> tuple[Callable[..., None], Sequence[Expand]]:
+def _c_launch(launcher: Any) -> tuple[Callable[..., None], Sequence[Expand]]:
     """Return the function in C that Triton's launcher calls, and how it expands descriptors."""
     launch = launcher.launch
     if not inspect.isfunction(launch):

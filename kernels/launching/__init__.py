@@ -1,1 +1,1 @@
-"""Launching Triton kernels, and compiling them beside other work."""
+"""Launches of Triton kernels, and their background compilation."""

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 # At the end of the process, for running tasks: a kernel takes a second to compile, a locked file five.
 _SECONDS_AT_EXIT = 10.0
-_NOTHING_MORE = (float("inf"), 0, None)
+_STOP = (float("inf"), 0, None)
 # Another forward follows at once, or the sampling has ended.
 _SECONDS_UNTIL_IDLE, _SECONDS_BETWEEN = 0.3, 0.05
 
@@ -121,12 +121,12 @@ class Background:
             while True:
                 left.append(self._tasks.get_nowait())
         for _ in self._threads:
-            self._tasks.put(_NOTHING_MORE)
+            self._tasks.put(_STOP)
         for thread in self._threads:
             thread.join(_SECONDS_AT_EXIT)
         for rank, _, task in left:
             if rank < 0:
-                _do(task)
+                _run_logged(task)
 
     def _work(self) -> None:
         while (entry := self._tasks.get())[2] is not None:
@@ -134,12 +134,12 @@ class Background:
                 self._tasks.put(entry)  # another one may come first
                 sleep(_SECONDS_BETWEEN)
                 continue
-            _do(entry[2])
+            _run_logged(entry[2])
             with self._lock:
                 self._open -= 1
 
 
-def _do(task: Callable[[], object]) -> None:
+def _run_logged(task: Callable[[], object]) -> None:
     try:
         task()
     except Exception:

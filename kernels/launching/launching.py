@@ -272,11 +272,9 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-_HERE = nullcontext()
+_NO_CHANGE = nullcontext()
 
 
 def on_device(device: torch.device) -> AbstractContextManager:
     """Return a context in which `device` is the current one; nearly free where it already is, and on a CPU."""
-    if device.type != "cuda" or current_device() == device.index:
-        return _HERE
-    return torch.cuda.device(device)
+    return _NO_CHANGE if device.type != "cuda" or current_device() == device.index else torch.cuda.device(device)
