@@ -34,30 +34,26 @@ def check_tokens(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} must be [B, T, K] or [T, K], got shape {tuple(tensor.shape)}")
 
 
-def check_modulation(name: str, tensor: torch.Tensor | None, x: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-    """Raise TypeError or ValueError unless `tensor` is None or [B or 1, T or 1, K] for x [B, T, K]; with `rows`, which
-    choose among its rows, [B or 1, any, K]."""
-    if tensor is None:
-        return
-    check_dtype(name, tensor.dtype)
-    wanted = [f"1 or {size}" for size in x.shape[:-1]]
-    sizes = list(zip(tensor.shape[:-1], x.shape[:-1], strict=False))
+def check_modulation(x: torch.Tensor, rows: torch.Tensor | None, **tensors: torch.Tensor | None) -> None:
+    """Raise TypeError or ValueError unless `rows` is None or int32 [T] for x [B, T, K] or [T, K], and each of `tensors`
+    is None or has the axes of `x`: B or 1, T or 1, and K; with `rows`, which choose among its own, any number for T."""
+    *leading, channels = x.shape
+    wanted = [f"1 or {size}" for size in leading]
     if rows is not None:
-        wanted[-1], sizes = "any", sizes[:-1]
-    fits = all(size in (1, whole) for size, whole in sizes)
-    if tensor.ndim != x.ndim or tensor.shape[-1] != x.shape[-1] or not fits:
-        raise ValueError(
-            f"{name} must have shape ({', '.join(wanted)}, {x.shape[-1]}) to match x, got {tuple(tensor.shape)}"
-        )
-
-
-def check_modulation_rows(rows: torch.Tensor | None, x: torch.Tensor) -> None:
-    """Raise TypeError or ValueError unless `rows` is None or int32 [T], for x [B, T, K] or [T, K]."""
-    if rows is None:
-        return
-    check_dtype("rows", rows.dtype, torch.int32)
-    if rows.shape != (x.shape[-2],):
-        raise ValueError(f"rows must have shape ({x.shape[-2]},) to match x, got {tuple(rows.shape)}")
+        check_dtype("rows", rows.dtype, torch.int32)
+        if rows.shape != (x.shape[-2],):
+            raise ValueError(f"rows must have shape ({x.shape[-2]},) to match x, got {tuple(rows.shape)}")
+        wanted[-1] = "any"
+        leading.pop()
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        check_dtype(name, tensor.dtype)
+        fits = all(size in (1, whole) for size, whole in zip(tensor.shape, leading, strict=False))
+        if tensor.ndim != x.ndim or tensor.shape[-1] != channels or not fits:
+            raise ValueError(
+                f"{name} must have shape ({', '.join(wanted)}, {channels}) to match x, got {tuple(tensor.shape)}"
+            )
 
 
 def check_vector(name: str, tensor: torch.Tensor, length: int, axis: str) -> None:

@@ -59,15 +59,12 @@ class OperatorCall(NamedTuple):
 
 
 class _Parameter(NamedTuple):
-    """A parameter of an op."""
-
     kind: type
-    schema: list[str]
-    """Its words of the operator's schema, such as `int? rotation_group`."""
-    fields: tuple[str, ...] = ()
-    """Those of a dataclass or named tuple: `q_norm` has q_norm_kind, q_norm_eps and so on in the schema."""
-    absent: tuple = ()
-    """The fields of a value that is None, where it may be."""
+    schema: list[str]  # such as `int? rotation_group`
+    fields: tuple[
+        str, ...
+    ] = ()  # of a dataclass or named tuple: `q_norm` is q_norm_kind, q_norm_eps, ... in the schema
+    absent: tuple = ()  # the fields of a value that is None, where it may be
 
 
 def _kind(hint: Any) -> tuple[type, bool]:
@@ -203,7 +200,6 @@ class Operator(Generic[P, R]):
         return [*arguments, None] if self._has_out else arguments
 
     def _dispatched(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
-        """Call through the dispatcher."""
         out = arguments[-1] if self._has_out else None
         if not self.rounds and _differentiated(flat):
             return self.reference(*arguments)
@@ -279,7 +275,7 @@ class Operator(Generic[P, R]):
             compile_by(threads, rank, tensors, made)
 
     def at_once(self, *given: P.args, **named: P.kwargs) -> R:
-        """Return the results without waiting for a compilation: by the reference, until background threads end it."""
+        """Return the results, by the reference while background threads compile the kernel."""
         arguments = tuple(self._bound(given, named))
         flat = self.flat(arguments)
         tensors = self._tensors(flat)
@@ -295,7 +291,7 @@ class Operator(Generic[P, R]):
         return getattr(self._launch_of(arguments), "direct", None)
 
     def passing(self, *arguments: Any) -> Any:
-        """Return a launch for the next calls, and how many, while it is open what stays; None where not known."""
+        """Return a launch and how many calls it serves, while tiles are tried; None where that is not known."""
         return getattr(self._launch_of(arguments), "passing", None)
 
     def _launch_of(self, arguments: Sequence[Any]) -> OperatorLaunch | None:

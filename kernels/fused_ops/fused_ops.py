@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from ..checks import check_modulation, check_modulation_rows, check_rows, check_tokens, check_vector
+from ..checks import check_modulation, check_rows, check_tokens, check_vector
 from ..linear.channel_transform import UNCHANGED, ChannelTransform
 from ..linear.linear_reference import Quantized, quantize_activations_reference, quantized_layouts
 from ..operators import Operation, operator
@@ -101,9 +101,7 @@ def norm_quantize(
     """
     check_tokens("x", x)
     _check_norm(norm, x.shape[-1])
-    check_modulation_rows(rows, x)
-    check_modulation("scale", scale, x, rows)
-    check_modulation("shift", shift, x, rows)
+    check_modulation(x, rows, scale=scale, shift=shift)
     yield quantized_layouts(x, x.shape[-1], transform, activation_bits)
     values = modulated(x, norm, scale, shift, rows)
     yield quantize_activations_reference(values.flatten(0, -2), transform, activation_bits)
@@ -132,8 +130,7 @@ def gated_residual(
     check_tokens("x", x)
     if residual.shape != x.shape:
         raise ValueError(f"x must have the residual's shape {tuple(residual.shape)}, got {tuple(x.shape)}")
-    check_modulation_rows(rows, x)
-    check_modulation("gate", gate, x, rows)
+    check_modulation(x, rows, gate=gate)
     if norm is not None:
         _check_norm(norm, x.shape[-1])
     target = None if out is None else out[0]
