@@ -112,10 +112,7 @@ class Operator(Generic[P, R]):
     """
 
     def __init__(
-        self,
-        function: Callable[P, Operation[R]],
-        kernel: str,
-        rounds: bool | tuple[str, ...] = False,
+        self, function: Callable[P, Operation[R]], kernel: str, rounds: bool | tuple[str, ...] = False
     ) -> None:
         functools.update_wrapper(self, function)
         self.function = cast("Callable[..., Iterator[Any]]", function)

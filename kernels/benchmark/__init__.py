@@ -23,14 +23,5 @@ from .methods import (
     shown_methods,
     working_memory,
 )
-from .outcome import (
-    BlockCalls,
-    Calls,
-    ForwardSplit,
-    Outcome,
-    longest,
-    text_of,
-    total_times,
-    totals_by_shape,
-)
+from .outcome import BlockCalls, Calls, ForwardSplit, Outcome, longest, text_of, total_times, totals_by_shape
 from .shape_results import IDEOGRAM4_SHAPES, LinearShape, ShapeResult, Times, markdown, notes
