@@ -36,7 +36,7 @@ Result = tuple[Sequence[int], torch.dtype]
 Operation = Iterator[list[Result] | R]
 """What an operator's function yields: shape and dtype of each result, and the results."""
 Tensors = Sequence[Any]
-"""Those of a call in the order of the operator's schema, None for a missing one."""
+"""The tensors of a call in the order of the operator's schema, None for a missing one."""
 OperatorLaunch = Callable[[Tensors, Sequence[torch.Tensor]], None]
 """Launches a kernel on the tensors of a call to fill the results."""
 
@@ -61,9 +61,7 @@ class OperatorCall(NamedTuple):
 class _Parameter(NamedTuple):
     kind: type
     schema: list[str]  # such as `int? rotation_group`
-    fields: tuple[
-        str, ...
-    ] = ()  # of a dataclass or named tuple: `q_norm` is q_norm_kind, q_norm_eps, ... in the schema
+    fields: tuple[str, ...] = ()  # of a dataclass or named tuple: the schema has q_norm_kind, q_norm_eps, ...
     absent: tuple = ()  # the fields of a value that is None, where it may be
 
 
@@ -86,7 +84,7 @@ def _parameter(name: str, hint: Any) -> _Parameter:
         # A value that is None has None as its first field, and no tensors.
         may = may or (optional and (not absent or of is torch.Tensor))
         schema.append(f"{_WORDS[of]}{'?' if may else ''} {name}_{field}")
-        absent.append(None if may else of())
+        absent.append(of() if optional and not may else None)
     return _Parameter(kind, schema, fields, tuple(absent) if optional else ())
 
 

@@ -82,7 +82,7 @@ def _compile(
     def new(*shape: int, dtype: torch.dtype = dtype) -> Any:
         return StandIn(shape, dtype, device)
 
-    # What converts weights, of rank 0, comes before all this.
+    # Conversions of weights, of rank 0, come before all this.
     for op, arguments in _calls(forms, block, new, others):
         op.compile_by(beside_loading, 1, *arguments)
     products = partial(_compile_products, forms, new)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _PATH, _NAME = "<path>", "<name>"
-# In quotes a path may have spaces. Otherwise it is a word with what words of a sentence do not have.
+# In quotes a path may have spaces. Outside it is a word with characters that no word of a sentence has.
 _QUOTED = re.compile(r"""(?P<quote>["'`])(?:\w+://|\w:[\\/]|[~.]*[\\/])(?:(?!(?P=quote)).)*(?P=quote)""")
 _WORD = re.compile(r"""[^\s"'`()\[\],;]+?(?=[.:]*(?:[\s"'`()\[\],;]|$))""")
 _IS_PATH = re.compile(r"\\[\w\\]|:/|^[~.]*/.|/.*/|/.*\.[A-Za-z]")

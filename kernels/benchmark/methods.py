@@ -325,7 +325,7 @@ def working_memory(shape: LinearShape, tokens: int) -> int:
 
 
 def weight_copies(weight_bytes: int, cache_bytes: int, bytes_per_copy: int, free_bytes: int) -> int:
-    """Return how many copies of a weight to rotate over: together more than twice the cache, at least two where half of
+    """Return how many copies of a weight to rotate over: more than twice the cache, and two at least, as far as half of
     the free memory holds them."""
     wanted = max(2, 2 * cache_bytes // weight_bytes + 1)
     affordable = free_bytes // 2 // bytes_per_copy

@@ -20,7 +20,7 @@ from .shape_results import LinearShape, ShapeResult, markdown
 
 T = TypeVar("T")
 _WORTH_TIMING = 0.98
-# A forward with a clock at each linear takes so many times as long at most; where the card waits for Python it is more.
+# The most times as long that clocks at each linear make a forward. It is more only where the card waits for Python.
 _MOST_WATCHED = 1.15
 _MOST_SHAPES = 8
 

@@ -15,7 +15,7 @@ import torch
 
 from .kept_files import is_milliseconds, is_size, path_for, read_object, write_object
 
-# So much faster than the usual way another one has to be: less is noise.
+# The share by which another way must be faster than the usual one: less is noise.
 _MARGIN = 0.03
 
 Shape = tuple

@@ -54,7 +54,7 @@ def memory_rate() -> float:
     """Return the bytes a second that the machine's slowest GPU reads or writes, by its memory's clock and width; those
     of an RTX 3090 where PyTorch does not say."""
     cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    # Of kHz and bits, twice a cycle.
+    # PyTorch gives kHz and bits; memory transfers twice a cycle.
     rates = [250 * getattr(card, "memory_clock_rate", 0) * getattr(card, "memory_bus_width", 0) for card in cards]
     return float(min(rates, default=0) or 936e9)
 

@@ -1,1 +1,1 @@
-"""The one door to what is private or bound to versions in Triton, PyTorch and comfy-kitchen."""
+"""The one door to private or version-bound parts of Triton, PyTorch and comfy-kitchen."""

@@ -95,7 +95,7 @@ KITCHEN_GEMM = Assumption(
 )
 
 ASSUMPTIONS = DIRECT_LAUNCH, COMPILING_ALONE, GLUON, KITCHEN_GEMM
-"""Those for the log: without LAUNCHER's nothing is lost that a user would notice."""
+"""Those that the log names: without LAUNCHER a user loses nothing noticeable."""
 
 
 @functools.cache

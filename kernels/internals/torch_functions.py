@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# How many dispatch modes are active. Where PyTorch does not say, one might be.
+# The number of active dispatch modes. Where PyTorch does not say, one might be.
 dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
-# The current GPU of a process that has used one. PyTorch's own function first asks whether it has.
+# The current GPU, in a process that has used one. PyTorch's public function checks that first.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 

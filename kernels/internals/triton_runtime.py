@@ -73,8 +73,8 @@ class MatrixBlocks:
     """
 
     def __init__(self, matrix: torch.Tensor, block_shape: tuple[int, int]) -> None:
-        # Triton's constructor checks more than a launch takes. So it makes one, and the others are copies of that, with
-        # whatever fields this Triton's launch reads of them.
+        # The checks of Triton's constructor take longer than a launch. So it makes one descriptor, and the others are
+        # copies of that, with all fields that this Triton's launch reads.
         descriptor = TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block_shape))
         self._fields = {name: value for name, value in vars(descriptor).items() if name != "base"}
         self._cache: dict[int, Sequence[object]] = {}
@@ -169,7 +169,7 @@ def direct_launch(
     if is_known and not (run.global_scratch_size or run.profile_scratch_size):  # or it allocates memory
         settings = run.launch_cooperative_grid, run.launch_pdl, None, None
         run, expansions = _c_launch(run)
-    # What comes before the arguments, and behind the stream.
+    # The launcher's arguments between the stream and the kernel's.
     fixed = kernel.function, *settings, kernel.packed_metadata, None, None, None
     appended = tuple(constants.values())
 

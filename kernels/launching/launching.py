@@ -95,7 +95,7 @@ class Launch:
             with hashing:  # or this thread would hash Triton, too
                 pass
             compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
-            # In this order: another thread that finds the second needs the first.
+            # The second is set last: a thread that finds it reads the first.
             self.expansions, self.direct = direct_launch(compiled, self._constants)
             self.is_compiled = True
 
