@@ -21,7 +21,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...kernels import unplanned_memory
-from ..comfyui.attention import OVERRIDE, Attention, beside_choices, comfyuis_attention, put_before_choices
+from ..comfyui.attention import OVERRIDE, Attention, comfyuis_attention
+from ..comfyui.layer_choices import beside_choices, put_before_choices
 from ..comfyui.patcher import DIFFUSION_MODEL
 from ..deferred.notes import outside, tracking, valued
 from ..host import notices

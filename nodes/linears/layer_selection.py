@@ -7,8 +7,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.ops import CastWeightBiasOp
 
-from ..comfyui.attention import is_attention_choice
 from ..comfyui.compiling import is_compiled
+from ..comfyui.layer_choices import is_attention_choice
 from ..comfyui.patcher import DIFFUSION_MODEL
 
 # Modulation, embedders of time, text and guidance, and the like: small, and their outputs scale or shift whole blocks.

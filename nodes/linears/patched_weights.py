@@ -16,7 +16,7 @@ from comfy.model_management import cast_to_device
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
-from ..comfyui.attention import state_dict_of
+from ..comfyui.layer_choices import state_dict_of
 from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
 from ..files import quant_config
 from ..files.holding import is_grouped, quant_config_in

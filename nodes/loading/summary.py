@@ -11,7 +11,8 @@ from comfy.quant_ops import QuantizedTensor
 from ...kernels import AUTO_CHOICES, BF16, FUSED, NATIVE, WAYS, choose_path, kitchen_backend
 from ..attention.attention_kinds import AS_COMFYUI
 from ..attention.attention_override import AttentionOverride
-from ..comfyui.attention import OVERRIDE, chosen_layers
+from ..comfyui.attention import OVERRIDE
+from ..comfyui.layer_choices import chosen_layers
 from ..comfyui.quantized import NATIVE_FORMAT, layout_of
 from ..deferred.install import past_kernel
 from ..files.quant_config import W4A4

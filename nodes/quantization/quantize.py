@@ -25,7 +25,7 @@ from ...kernels import (
     quantize_group,
     transform_candidates,
 )
-from ..comfyui.attention import state_dict_of
+from ..comfyui.layer_choices import state_dict_of
 from ..comfyui.patcher import CALLBACK_KEY, DIFFUSION_MODEL, clone_around, on_other_gpus_again, weight_below_patches
 from ..deferred.install import defer
 from ..files.holding import coded_weight, is_stored
@@ -118,8 +118,7 @@ def quantize_model(
     leaves nothing to quantize, a weight with NaN or Inf, a model without quantizable linears or whose layers are
     already replaced (torch.compile); ComfyUI's interrupt exception on cancel.
     """
-    targets = quantization_targets(model)
-    number_of_linears = len(linears(model))
+    number_of_linears, targets = len(linears(model)), quantization_targets(model)
     # What is certain to be refused is refused before the work.
     choose_path(model.load_device, kernel)
     check_known(model.model)

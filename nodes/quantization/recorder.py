@@ -18,8 +18,9 @@ from comfy_execution.utils import get_executing_context
 from ...kernels import ActivationStatistics, AttentionError, unplanned_memory
 from ..attention.attention_kinds import ATTENTION_KINDS, INT8, int8_way, read_call
 from ..attention.attention_override import AttentionOverride
-from ..comfyui.attention import OVERRIDE, Attention, attention_choices, beside_choices, comfyuis_attention
+from ..comfyui.attention import OVERRIDE, Attention, comfyuis_attention
 from ..comfyui.compiling import is_compiled
+from ..comfyui.layer_choices import attention_choices, beside_choices
 from ..comfyui.quantized import FORWARDED_LAYOUT, native_int8_as
 from ..files.block_lists import block_of
 from ..host.sampling import previewer, sample

@@ -13,7 +13,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import GGUF_FORMATS, quantize_gguf
-from ..comfyui.attention import state_dict_of
+from ..comfyui.layer_choices import state_dict_of
 from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
 from ..comfyui.quantized import stored
 from ..files import quant_config
