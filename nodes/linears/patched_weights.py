@@ -110,9 +110,11 @@ def _pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch.Tensor 
     return {name: PendingTensor(piece, lambda name=name: made().pop(name)) for name, piece in pieces.items()}
 
 
-def state_dict_for_saving(model: ModelPatcher) -> Tensors:
-    """Return the diffusion model's tensors under its own names, with patches, which are applied when they are written.
-    Patched weights in codes of 4 or 6 bits, which would lose most of a LoRA, become INT8."""
+def patched_state_dict(model: ModelPatcher) -> Tensors:
+    """The diffusion model's tensors under its own names, patches applied (those when they are written).
+
+    Codes of 4 or 6 bits would lose most of a LoRA: weights in them that are patched become INT8.
+    """
     tensors: Tensors = dict(state_dict_of(model))
     for name in possibly_patched(model):
         key = DIFFUSION_MODEL + name

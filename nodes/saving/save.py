@@ -33,7 +33,7 @@ from ..linears import file_notes
 from ..linears.folding import fold
 from ..linears.int8_weight import is_int8
 from ..linears.layer_selection import check_runs_as_stored, linears
-from ..linears.patched_weights import patched_weight, state_dict_for_saving
+from ..linears.patched_weights import patched_state_dict, patched_weight
 from ..loading.load import check_known, file_metadata, tensors_of_file
 from .gguf_int8 import KNOWN_ARCHITECTURES, Q8_CR, int8_metadata, int8_pieces
 
@@ -93,7 +93,7 @@ def save_int8_model(
         )
     check_runs_as_stored(model)
     check_known(model.model)
-    tensors = state_dict_for_saving(model)
+    tensors = patched_state_dict(model)
     folded = fold_factors and bool(quant_config.configured_layers(tensors, quant_config.SMOOTHED_FORMAT))
     if folded:
         tensors = fold(model, tensors)
