@@ -19,6 +19,7 @@ from ..comfyui.patcher import CALLBACK_KEY, let_patches_act
 from ..deferred.install import defer
 from ..files.errors import naming_file
 from ..files.holding import held_codes, is_grouped, is_stored, with_joined_codes
+from ..files.quant_config import marked_layers
 from ..files.reading.checkpoint import read_checkpoint
 from ..files.reading.importers import BRANCHES, Checkpoint
 from ..host import notices
@@ -101,7 +102,8 @@ def build_model(
     Raises ValueError for tensors it does not recognise, and naming the first that the model needs and does not get.
     """
     names, operations = list(state_dict), int8_operations(plan)  # the loader empties it
-    codes = unscaled_codes(state_dict)
+    marked = marked_layers(state_dict)
+    codes = unscaled_codes(state_dict, marked)
     options = {"custom_operations": operations, "dtype": plan.compute_dtype}
     model = comfy.sd.load_diffusion_model_state_dict(
         state_dict, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
@@ -177,7 +179,8 @@ def build_like(
     Raises ValueError if ComfyUI takes those for another kind: it may have read from other parts of a checkpoint how the
     model predicts.
     """
-    built = build_model(tensors_of_file(model, state_dict), file_metadata(model), plan, disable_dynamic)
+    tensors, metadata = tensors_of_file(model, state_dict), file_metadata(model)
+    built = build_model(tensors, metadata, plan, disable_dynamic)
     kinds = (
         (type(m).__name__, m.model_type, m.model_config.sampling_settings, type(m.latent_format).__name__)
         for m in (model, built.model)

@@ -6,7 +6,7 @@ layers by their names. Only the built model says what else it has: modulations, 
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import comfy.model_management
 import torch
@@ -18,7 +18,6 @@ from ..comfyui.patcher import CALLBACK_KEY, DIFFUSION_MODEL, weight_below_patche
 from ..files.attention_choices import CONFIG
 from ..files.block_lists import AGAIN, block_of, check_lists, lists_in
 from ..files.holding import is_gguf
-from ..files.quant_config import marked_layers
 from ..files.reading.values import WEIGHT_DTYPES, check_finite
 from .load_plan import LoadPlan
 
@@ -53,9 +52,9 @@ def check_loaded(model: ModelPatcher, names: Collection[str], operations: type, 
         _check_values(model, set(names), plan)
 
 
-def unscaled_codes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def unscaled_codes(tensors: Mapping[str, torch.Tensor], marked: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return the weights of marked layers, by layer, that `check_scaled` compares: they may be those of no linear."""
-    weights = {layer: tensors[f"{layer}.weight"] for layer in marked_layers(tensors) if f"{layer}.weight" in tensors}
+    weights = {layer: tensors[f"{layer}.weight"] for layer in marked if f"{layer}.weight" in tensors}
     return {k: w for k, w in weights.items() if not is_gguf(w) and (w.ndim > 3 or w.numel() <= _AT_ONCE)}
 
 

@@ -65,17 +65,15 @@ class Summary:
 
 def summarize(model: ModelPatcher) -> Summary:
     """Return what linears and attention of a MODEL, or of a CLIP's text encoders, will compute with as they are now."""
-    modules, usual, past = linears(model), quantizable_linears(model).keys(), past_kernel(model)
+    modules, usual = linears(model), quantizable_linears(model).keys()
     forms = {name: weight_form(module.weight, module) for name, module in modules.items()}
     protects = any(form is not None or getattr(modules[name], "dequantized", False) for name, form in forms.items())
-    kinds = Counter(
-        _PAST if name in past else _kind(model, name, modules[name], form, name in usual, protects)
-        for name, form in forms.items()
-    )
+    own = {name: _kind(model, name, modules[name], form, name in usual, protects) for name, form in forms.items()}
+    attention = None if model.is_clip else describe_attention(model)
+    kinds = Counter((own | dict.fromkeys(past_kernel(model) & own.keys(), _PAST)).values())
     int8 = sum(count for (rank, _), count in kinds.items() if rank == _FUSED_RANK)
     native = sum(count for (rank, _), count in kinds.items() if rank == _NATIVE_RANK)
     counts = {text: kinds[rank, text] for rank, text in sorted(kinds)}
-    attention = None if model.is_clip else describe_attention(model)
     return Summary(counts, attention, int8, native, memory_choice(model).why)
 
 

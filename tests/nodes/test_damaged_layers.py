@@ -365,6 +365,7 @@ def test_a_quantized_convolution_is_noise_without_its_scale(dit, refuse, kind):
 
 
 def test_a_convolution_that_comfyui_scales_is_taken(pack):
+    from int8_dit.nodes.files.quant_config import marked_layers
     from int8_dit.nodes.loading.loaded_checks import check_scaled, unscaled_codes
 
     codes = torch.randint(-127, 128, (4, 3, 2, 2), dtype=torch.int8)
@@ -375,7 +376,7 @@ def test_a_convolution_that_comfyui_scales_is_taken(pack):
     for scale, fails in ((1.0, True), (0.25, False)):
         root["conv"].weight.data = codes.float() * scale
         with pytest.raises(ValueError, match=r"conv\.weight") if fails else contextlib.nullcontext():
-            check_scaled(model, unscaled_codes(tensors), operations)
+            check_scaled(model, unscaled_codes(tensors, marked_layers(tensors)), operations)
 
 
 # What this pack wrote
