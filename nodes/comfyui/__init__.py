@@ -1,4 +1,1 @@
-"""The door to ComfyUI and comfy-kitchen: what is private there or differs between versions, and what is assumed.
-
-The rest of the pack uses their public names as they are.
-"""
+"""The door to what is private in ComfyUI and comfy-kitchen; the pack uses their public names as they are."""

@@ -18,7 +18,7 @@ Attention = Callable[..., torch.Tensor]
 def comfyuis_attention(
     q: Any, k: Any, v: Any, heads: int, mask: torch.Tensor | None = None, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Attention as ComfyUI computes it where nothing else was chosen."""
+    """Compute attention as ComfyUI does where nothing else was chosen."""
     return _default(mask)(q, k, v, heads, mask, *args, **kwargs)
 
 
@@ -33,6 +33,6 @@ def pytorch_attentions() -> tuple[Attention, ...]:
 
 
 def is_pytorchs(function: Attention, mask: torch.Tensor | None, known: tuple[Attention, ...]) -> bool:
-    """Whether an attention function that would be called is PyTorch's attention, which is exact: then neither a launch
-    flag nor another pack has chosen. `known` are `pytorch_attentions()`."""
+    """Whether an attention function is PyTorch's, which is exact: no launch flag and no other pack has chosen another.
+    `known` are `pytorch_attentions()`."""
     return (_default(mask) if function is comfyuis_attention else function) in known

@@ -1,4 +1,4 @@
-"""Which linears a forward calls, and which ComfyUI multiplies by past their own forwards."""
+"""Which linears a forward calls, and whose weights ComfyUI multiplies by without calling them."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 _FETCHES_AHEAD = "comfy.model_prefetch"
-"""The module of ComfyUI's that reads the weights of a block to move them, whoever computes with them then."""
+"""The module of ComfyUI's that reads the weights of a block only to move them."""
 _READS = ("torch.nn.modules.module", "comfy.ops")
-"""Modules through whose functions parameters are read: who calls these decides."""
+"""Modules whose functions read parameters for their callers."""
 
 
 @dataclass
@@ -22,7 +22,7 @@ class CalledLinears:
 
 
 class _Parameters(dict):
-    """The parameters of a module, and whether one was read by its name to be computed with."""
+    """The parameters of a module, and whether one was read to be computed with."""
 
     read = False
 
@@ -35,7 +35,7 @@ class _Parameters(dict):
 
 
 def _noted(product: Callable[..., Any], note: Callable[[], object]) -> Callable[..., Any]:
-    """A function that does the same and notes its calls."""
+    """Wrap a function to note its calls."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         note()
@@ -46,10 +46,8 @@ def _noted(product: Callable[..., Any], note: Callable[[], object]) -> Callable[
 
 @contextmanager
 def linears_called(linears: Mapping[str, Any]) -> Iterator[CalledLinears]:
-    """A context that records which linears are called, and which are only read; complete at its end.
-
-    A cache of whole steps, such as ComfyUI's EasyCache, may leave them all out.
-    """
+    """Record inside the context which linears are called, and at its end which were only read. A cache of whole steps,
+    such as ComfyUI's EasyCache, may leave out all."""
     found, undo = CalledLinears(), []
     for name, linear in linears.items():
         note, product = partial(found.called.add, name), linear._forward

@@ -19,7 +19,7 @@ except ImportError:  # this ComfyUI plans no memory
     pause_malloc_graph = nullcontext
 
 outside_memory_plan: Callable[[], AbstractContextManager[Any]] = pause_malloc_graph
-"""Memory that is asked for inside may outlive a block's call."""
+"""A context. Memory allocated inside may outlive a block's call."""
 
 
 def is_compiled(model: ModelPatcher) -> bool:
@@ -33,5 +33,5 @@ def compiles(options: Mapping[str, Any]) -> bool:
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Whether another node has put a compiled module, or a compiled call of one, into a model."""
+    """Whether a module is compiled, or its call is."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

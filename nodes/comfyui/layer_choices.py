@@ -15,24 +15,23 @@ from .patcher import DIFFUSION_MODEL
 
 
 def is_attention_choice(part: Any) -> bool:
-    """Whether a part of a diffusion model, or what a LoRA puts in its place, is a layer's choice of its attention.
+    """Whether a part of a diffusion model, or an object patch, is a layer's choice of its attention.
 
-    It computes nothing by itself. Its `config` is parsed JSON or None, its `function` what the layer calls, or None for
-    what ComfyUI computes with anyway.
+    It computes nothing. Its `config` is parsed JSON or None, its `function` what the layer calls, None for ComfyUI's.
     """
     kind = getattr(comfy.ldm.modules.attention, "ComfyAttention", None)
     return kind is not None and isinstance(part, kind)
 
 
 def attention_choices(model: ModelPatcher) -> dict[str, Any]:
-    """The parts of a MODEL that are layers' choices, its LoRAs' in place of the file's, by path in the MODEL."""
+    """The layers' choices of a MODEL, its LoRAs' in place of the file's, by path in the MODEL."""
     parts = model.model.diffusion_model.named_modules(prefix=DIFFUSION_MODEL.rstrip("."))
     return {name: model.get_model_object(name) for name, part in parts if is_attention_choice(part)}
 
 
 def chosen_layers(model: ModelPatcher) -> tuple[int, int, bool]:
-    """How many layers of a MODEL choose their attention, below what `put_before_choices` put before them: those whose
-    choice runs here, and those whose choice cannot; and whether a LoRA chose for one."""
+    """Return how many layers' choices run here, how many cannot, and whether a LoRA made one; what `put_before_choices`
+    put before them does not count."""
     parts = [part for part in attention_choices(model).values() if part.config is not None]
     runs = sum(_own(part).function is not None for part in parts)
     patches = model.object_patches.values()
@@ -41,13 +40,13 @@ def chosen_layers(model: ModelPatcher) -> tuple[int, int, bool]:
 
 
 class _Before:
-    """What an object of ComfyUI's class for a layer's choice is too, where something was put before the choice."""
+    """Base class of a choice that something was put before, beside ComfyUI's class."""
 
     own: Any  # the layer's
     attend: Callable[..., torch.Tensor]
 
     def with_config(self, config: Any) -> Any:
-        """ComfyUI's: another one, for what a LoRA chooses."""
+        """ComfyUI's method: return the choice of a LoRA."""
         return _before(self.own.with_config(config), self.attend)
 
 
@@ -64,10 +63,8 @@ def _own(part: Any) -> Any:
 
 
 def put_before_choices(model: ModelPatcher, attend: Callable[..., torch.Tensor]) -> tuple[str, ...]:
-    """Let the layers of a MODEL that may choose call `attend`, which takes what they would call as its first argument.
-
-    It is called where nothing overrides attention. Returns the paths of the layers' choices in the MODEL.
-    """
+    """Let the layers of a MODEL that may choose call `attend`, where nothing overrides attention. Its first argument is
+    what they would call. Return the paths of their choices in the MODEL."""
     choices = attention_choices(model)
     for name, choice in choices.items():
         model.add_object_patch(name, _before(_own(choice), attend))
@@ -75,8 +72,8 @@ def put_before_choices(model: ModelPatcher, attend: Callable[..., torch.Tensor])
 
 
 def beside_choices(override: object, paths: Iterable[str], executor: Any, args: tuple, kwargs: dict) -> Any:
-    """Call a MODEL, as a wrapper around its calls does; without this override in its transformer_options where one of
-    these parts is a choice that runs here, below what was put before it."""
+    """Call a MODEL from a wrapper, without this override in its transformer_options if one of the choices at `paths`
+    runs here, below what was put before it."""
     if any(_own(comfy.utils.get_attr(executor.class_obj, path)).function is not None for path in paths):
         args = tuple(_without(argument, override) for argument in args)
         kwargs = {name: _without(argument, override) for name, argument in kwargs.items()}
@@ -90,10 +87,8 @@ def _without(argument: Any, override: object) -> Any:
 
 
 def state_dict_of(model: ModelPatcher) -> dict[str, torch.Tensor]:
-    """The state dict of a MODEL's diffusion model, with the weights as they lie there and the MODEL's own choices.
-
-    Its modules may have the choices of whichever clone was loaded last.
-    """
+    """The state dict of a MODEL's diffusion model, weights as they lie there, with the MODEL's own choices: its modules
+    may hold those of the clone that was loaded last."""
     tensors = model.model.diffusion_model.state_dict()
     for name, choice in attention_choices(model).items():
         prefix = f"{name.removeprefix(DIFFUSION_MODEL)}."

@@ -1,6 +1,6 @@
-"""MODELs: what patches change in them, whatever ComfyUI loads and unloads around it, and what else a MODEL is."""
+"""MODELs: their patches, whatever ComfyUI loads and unloads meanwhile, their clones, and their copies on other GPUs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ CALLBACK_KEY = "int8_dit"
 
 
 def weight_below_patches(model: ModelPatcher, key: str) -> torch.Tensor:
-    """The stored weight, whatever patches do to it; `key` is its name in the BaseModel ("diffusion_model.X.weight")."""
+    """The stored weight, without patches; `key` is its name in the BaseModel ("diffusion_model.X.weight")."""
     return model.backup[key].weight if key in model.backup else get_key_weight(model.model, key)[0]
 
 
@@ -35,12 +35,10 @@ class LoRAFactors(NamedTuple):
     down: torch.Tensor
     factor: float
 
-    def fits(self, n: int, k: int) -> bool:
-        return self.up.shape == (n, len(self.down)) and self.down.shape[1] == k
 
-
-def lora_factors(patch: tuple) -> LoRAFactors | None:
-    """The factors of a patch that is a plain LoRA; None for any other: DoRA, a convolution's, one of a part."""
+def lora_factors(patch: tuple, shape: Sequence[int]) -> LoRAFactors | None:
+    """The factors of a patch that is a plain LoRA of a weight of this shape [N, K]; None for any other: DoRA, a
+    convolution's, one of a part."""
     if len(patch) != 5:
         return None
     strength, adapter, strength_model, offset, change = patch
@@ -50,23 +48,24 @@ def lora_factors(patch: tuple) -> LoRAFactors | None:
     if any(other is not None for other in others):
         return None
     up, down = up.flatten(1), down.flatten(1)
-    factor = 1.0 if alpha is None else float(alpha) / down.shape[0]
-    return LoRAFactors(up, down, strength * factor)
+    if up.shape != (shape[0], len(down)) or down.shape[1] != shape[1]:
+        return None
+    return LoRAFactors(up, down, strength * (1.0 if alpha is None else float(alpha) / len(down)))
 
 
 def key_of(function: object) -> str | None:
-    """The weight that a function which changes one in use patches; None for a function that is no patch."""
+    """The key of the weight that a function patches in use; None for a function that is no patch."""
     return getattr(function, "key", None) if isinstance(function, LowVramPatch) else None
 
 
 def is_patch(function: object) -> bool:
-    """Whether a function that changes a weight in use was attached by ComfyUI for a patch."""
+    """Whether ComfyUI attached a function to a module for a patch of its weight."""
     return getattr(function, "is_lowvram_patch", False)
 
 
-def clone_around(model: ModelPatcher, built: ModelPatcher, key: str) -> ModelPatcher:
-    """A clone of a MODEL, its sampling settings, wrappers and hooks, with the weights of another, freshly built one,
-    and the callbacks that this one has under `key` in the place of its own."""
+def clone_around(model: ModelPatcher, built: ModelPatcher) -> ModelPatcher:
+    """Return a clone of a MODEL, its sampling settings, wrappers and hooks, with the weights of another, freshly built
+    one, and the pack's callbacks of that one."""
     clone = model.clone(model_override=(built.model, ({}, {}, {}, set())))
     clone.size = 0  # measured again: INT8 is smaller
     clone.parent = None  # ComfyUI falls back to a clone's parent, which here is another model
@@ -79,14 +78,14 @@ def clone_around(model: ModelPatcher, built: ModelPatcher, key: str) -> ModelPat
     # By this ComfyUI finds the copies of a MODEL on other GPUs, and those of the original are none of this one.
     clone.clone_base_uuid = built.clone_base_uuid
     for kind in {*clone.callbacks, *built.callbacks}:
-        clone.remove_callbacks_with_key(kind, key)
-        for function in built.get_callbacks(kind, key):
-            clone.add_callback_with_key(kind, key, function)
+        clone.remove_callbacks_with_key(kind, CALLBACK_KEY)
+        for function in built.get_callbacks(kind, CALLBACK_KEY):
+            clone.add_callback_with_key(kind, CALLBACK_KEY, function)
     return clone
 
 
 def on_other_gpus_again(model: ModelPatcher) -> ModelPatcher:
-    """A MODEL with as many copies on other GPUs as the one had that it was cloned of."""
+    """Return a clone with as many copies on other GPUs as its original has."""
     copies = model.get_additional_models_with_key("multigpu")
     if not copies:
         return model
@@ -99,18 +98,18 @@ def on_other_gpus_again(model: ModelPatcher) -> ModelPatcher:
 
 
 def let_patches_act(model: ModelPatcher, on_clone: Callable[[ModelPatcher, ModelPatcher], None]) -> None:
-    """Let a MODEL compute with its patches, once each, on cards where models take turns. `on_clone` hears of it and of
-    each clone. Hooks work on quantized weights: their other mode cannot put floats back into those."""
-    if EnumHookMode is not None:
+    """Apply a MODEL's patches once each, also where models take turns on a card. `on_clone` gets it and its clones."""
+    if EnumHookMode is not None:  # the other mode cannot put floats back into quantized weights
         model.hook_mode = EnumHookMode.MinVram
-    for kind, callback in (*_CALLBACKS.items(), (CallbacksMP.ON_CLONE, on_clone)):
-        model.add_callback_with_key(kind, CALLBACK_KEY, callback)
+    model.add_callback_with_key(CallbacksMP.ON_LOAD, CALLBACK_KEY, _patch_once)
+    model.add_callback_with_key(CallbacksMP.ON_PREPARE_STATE, CALLBACK_KEY, _load_again)
+    model.add_callback_with_key(CallbacksMP.ON_CLONE, CALLBACK_KEY, on_clone)
     on_clone(model, model)
 
 
 def _patch_once(model: ModelPatcher, *_: object) -> None:
-    """Where a MODEL is loaded again with less room, ComfyUI (0.30 to 0.33) also lets the weights be patched in use that
-    stay on the device and are patched already: a LoRA then acts twice."""
+    """Detach patches from weights that hold them already: ComfyUI (0.30 to 0.33) attaches them again where it loads a
+    MODEL with less room, and a LoRA acts twice."""
     for module in model.model.modules():
         if getattr(module, "comfy_patched_weights", False):
             for name in ("weight_function", "bias_function"):
@@ -120,12 +119,8 @@ def _patch_once(model: ModelPatcher, *_: object) -> None:
 
 
 def _load_again(model: ModelPatcher, *_: object) -> None:
-    """A guider of two models (ComfyUI 0.30 to 0.33) computes on with the first when the second has taken its room: from
-    pageable memory, and without its patches. Loaded with no room at all, it streams from pinned memory and is patched.
-    """
+    """Load a MODEL whose room another one took with no room at all: it streams from pinned memory, and is patched. A
+    guider of two models (ComfyUI 0.30 to 0.33) would compute from pageable memory, and without patches."""
     loaded = model.model.current_weight_patches_uuid
     if not model.is_dynamic() and loaded != model.patches_uuid:
         model.partially_load(model.load_device, 0)
-
-
-_CALLBACKS = {CallbacksMP.ON_LOAD: _patch_once, CallbacksMP.ON_PREPARE_STATE: _load_again}

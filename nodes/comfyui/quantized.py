@@ -1,7 +1,7 @@
 """Quantized weights as ComfyUI carries them: QuantizedTensors of comfy-kitchen's, with layouts that are registered."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import cycle
@@ -20,10 +20,8 @@ NATIVE_LAYOUT: str = QUANT_ALGOS[NATIVE_FORMAT]["comfy_tensor_layout"]
 FORWARDED_LAYOUT = "ForwardedINT8Layout"
 """NATIVE_LAYOUT under another name. Up to 0.38 ComfyUI's `linear_input_act` multiplies by weights of NATIVE_LAYOUT past
 the forward of their linear, and calls the forward of any other."""
-
-register_layout_class(FORWARDED_LAYOUT, type(FORWARDED_LAYOUT, (get_layout_class(NATIVE_LAYOUT),), {}))
-
 _NATIVE_LAYOUTS = NATIVE_LAYOUT, FORWARDED_LAYOUT
+register_layout_class(FORWARDED_LAYOUT, type(FORWARDED_LAYOUT, (get_layout_class(NATIVE_LAYOUT),), {}))
 
 # Beside threads that compile, a part waits milliseconds, whatever its size: with 16 MB a load took up to twice as long.
 _BUFFER_BYTES = 64 << 20
@@ -50,13 +48,13 @@ def has_layout(weight: Any, layout: str) -> TypeGuard[QuantizedTensor]:
 
 
 def is_native_int8(weight: Any) -> TypeGuard[QuantizedTensor]:
-    """Whether a module's weight is a linear's in ComfyUI's own INT8 format, as its own loaders hold it."""
+    """Whether a weight is a linear's in ComfyUI's own INT8, as ComfyUI's loaders hold it."""
     return isinstance(weight, QuantizedTensor) and weight._layout_cls in _NATIVE_LAYOUTS and weight.ndim == 2
 
 
 @contextmanager
 def native_int8_as(layout: str, linear: Any) -> Iterator[None]:
-    """The weight of a linear has NATIVE_LAYOUT or FORWARDED_LAYOUT in here, if it has one of them."""
+    """Hold the weight of a linear in this of its two layouts inside the context, if it is native INT8."""
     before = linear.weight._layout_cls if is_native_int8(linear.weight) else layout
     if before != layout:
         linear.weight._layout_cls = layout
@@ -68,14 +66,14 @@ def native_int8_as(layout: str, linear: Any) -> Iterator[None]:
 
 
 def is_plain_grouped(weight: QuantizedTensor) -> bool:
-    """Whether a weight of NATIVE_GROUPED_LAYOUT is codes and scales as in files, and nothing is added to its groups."""
+    """Whether a weight of NATIVE_GROUPED_LAYOUT is codes and scales as in files, with nothing added to its groups."""
     form = weight._params
     packed = getattr(form, "mma_packed", False) or getattr(form, "transposed", False)
     return not packed and getattr(form, "correction", None) is None
 
 
 def storage_shape(weight: QuantizedTensor, shape: tuple[int, int]) -> tuple[int, ...] | None:
-    """The shape in which the layout of a weight stores one of this shape [N, K]; None where only the layout knows."""
+    """The shape in which a weight's layout stores weights of this shape [N, K]; None where only the layout knows."""
     layout = weight.layout_cls
     if hasattr(layout, "get_storage_shape"):
         return tuple(layout.get_storage_shape(shape))
@@ -85,11 +83,11 @@ def storage_shape(weight: QuantizedTensor, shape: tuple[int, int]) -> tuple[int,
 
 
 class HeldWeight(QuantizedTensor):
-    """A module's quantized weight as ComfyUI's hooks need it: they copy it, change it, and copy back into its `data`.
+    """A module's quantized weight for ComfyUI's hooks, which copy it, change it, and copy back into its `data`.
 
-    Of a plain QuantizedTensor `data` has copies of the scales, so the weight would keep the scales of its patched self;
-    and in inference mode `to` gives the tensor itself where a copy is asked for. Between the host and a GPU, `to` goes
-    through pinned buffers where the caller waits: a MODEL's load into a GPU and its way back are such calls.
+    `data` of a plain QuantizedTensor has copies of the scales: the weight would keep those of its patched self. In
+    inference mode its `to` returns the tensor itself where a copy is asked for. Here `to` goes through pinned buffers
+    between the host and a GPU where the caller waits, as when a MODEL is loaded into a GPU or unloaded.
     """
 
     @property
@@ -97,8 +95,7 @@ class HeldWeight(QuantizedTensor):
         return HeldWeight(self._qdata, self._layout_cls, self._params)
 
     def detach(self) -> "HeldWeight":
-        """The same numbers and scales, as of any tensor: a Parameter is made of this."""
-        return self.data
+        return self.data  # a Parameter is made of this
 
     def half(self) -> torch.Tensor:  # ComfyUI's LoRA extraction writes what this gives into a file
         return self.dequantize().half()
@@ -117,25 +114,18 @@ class HeldWeight(QuantizedTensor):
 
     @classmethod
     def __tensor_unflatten__(cls, *parts) -> "HeldWeight":
-        """Called by a compiler for what stands for a weight: PyTorch 2.15 wants the class that the weight has."""
+        """Return a weight of this class: PyTorch 2.15 compares it with that of the weight that it stands for."""
         rebuilt = QuantizedTensor.__tensor_unflatten__(*parts)
         return cls(rebuilt._qdata, rebuilt._layout_cls, rebuilt._params)
 
 
 def held_weight(weight: Any) -> Any:
-    """A quantized weight, made by ComfyUI, as that class; anything else as it is."""
+    """Return ComfyUI's plain QuantizedTensor as a HeldWeight; anything else as it is."""
     return HeldWeight(weight._qdata, weight._layout_cls, weight._params) if type(weight) is QuantizedTensor else weight
 
 
-def to_device(weight: Any, device: torch.device) -> Any:
-    """A tensor, quantized or not, on a device; not copied where it is there."""
-    if not isinstance(weight, QuantizedTensor):
-        return _copied(weight, device)
-    return type(weight)(_copied(weight._qdata, device), weight._layout_cls, weight._params.to_device(device))
-
-
 def _crosses_slowly(x: torch.Tensor, device: torch.device) -> bool:
-    """Whether it would be copied between pages of the host that are not pinned and a GPU."""
+    """Whether a copy would run between a GPU and pages of the host that are not pinned."""
     return {x.device.type, device.type} == {"cpu", "cuda"} and x.is_contiguous() and not x.is_pinned()
 
 
@@ -147,9 +137,16 @@ def _copied(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return copy
 
 
+def to_device(weight: Any, device: torch.device, copied: Callable[..., torch.Tensor] = _copied) -> Any:
+    """Return a tensor, quantized or not, on a device, as `copied` puts it there; not copied where it is there."""
+    if not isinstance(weight, QuantizedTensor):
+        return copied(weight, device)
+    return type(weight)(copied(weight._qdata, device), weight._layout_cls, weight._params.to_device(device))
+
+
 def new_in_host(x: torch.Tensor) -> torch.Tensor:
-    """New memory of the host for numbers like these, in pages of 2 MB where the system has them, as NumPy asks for: to
-    fill those took a third of the time."""
+    """Return new memory of the host for numbers like these, in pages of 2 MB where the system has them, as NumPy asks
+    for: those took a third of the time to fill."""
     if not x.numel():
         return torch.empty(x.shape, dtype=x.dtype)
     return torch.from_numpy(numpy.empty(x.nbytes, numpy.uint8)).view(x.dtype).view(x.shape)
@@ -165,12 +162,12 @@ def _fill(copy: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def copy_through(buffers: torch.Tensor, x: torch.Tensor, copy: torch.Tensor) -> None:
-    """Copy a contiguous tensor between the host and a GPU into one like it, by way of two buffers of the host, uint8
+    """Copy a contiguous tensor between the host and a GPU into one like it, through two buffers of the host, uint8
     [2, bytes].
 
-    Where they are pinned, a GPU reads or writes one at the speed of the bus, while several threads of the host fill or
-    empty the other. A plain copy has one thread do all that: on the host of an H100 10 GB/s instead of 45 from pages of
-    a file, and 2 instead of 20 into new memory.
+    A GPU reads or writes a pinned buffer at the speed of the bus, while several threads of the host fill or empty the
+    other. In a plain copy one thread does it all. On the host of an H100 that copied 10 GB/s instead of 45 from pages
+    of a file, and 2 instead of 20 into new memory.
     """
     if not x.numel():
         return
@@ -197,10 +194,10 @@ def copy_through(buffers: torch.Tensor, x: torch.Tensor, copy: torch.Tensor) -> 
 
 
 class HostCopies:
-    """Copies of weights in the host's memory, made by a thread beside what the caller does next.
+    """Copies weights into the host's memory on a background thread, one at a time.
 
-    A copy's numbers are there when the next one is asked for, or after `wait`. Until then the weight stays on its GPU:
-    one at a time. The thread ends with this object.
+    A copy is complete when the next one is asked for, or after `wait`; until then its weight stays on the GPU. The
+    thread ends with this object.
     """
 
     def __init__(self) -> None:
@@ -208,30 +205,28 @@ class HostCopies:
         self._under_way: Future[None] | None = None
 
     def __call__(self, weight: Any) -> Any:
-        """A tensor, quantized or not, in the host's memory, its numbers later. Raises what the copy before it did."""
+        """Return a tensor, quantized or not, in the host's memory, to be filled. Raises what the copy before it did."""
         self.wait()
-        held = weight._qdata if isinstance(weight, QuantizedTensor) else weight
-        if not _crosses_slowly(held, _HOST):
-            return to_device(weight, _HOST)
-        copy = new_in_host(held)
-        ready = torch.cuda.current_stream(held.device).record_event() if held.is_cuda else None
-        self._under_way = self._thread.submit(_fill_beside, copy, held, ready)
-        if not isinstance(weight, QuantizedTensor):
-            return copy
-        return type(weight)(copy, weight._layout_cls, weight._params.to_device(_HOST))
+        return to_device(weight, _HOST, self._begun)
+
+    def _begun(self, x: torch.Tensor, host: torch.device) -> torch.Tensor:
+        if not _crosses_slowly(x, host):
+            return x.to(host)
+        copy = new_in_host(x)
+        ready = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
+        self._under_way = self._thread.submit(_fill_beside, copy, x, ready)
+        return copy
 
     def wait(self) -> None:
-        """Have the numbers of the last copy there. Raises what its thread did."""
+        """Wait until the last copy is complete. Raises what its thread did."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
 
 
 def _fill_beside(copy: torch.Tensor, x: torch.Tensor, ready: Any) -> None:
-    """By a thread and a stream of their own, after the event `ready`, None on a CPU.
-
-    ComfyUI's nodes make tensors of inference mode, which each thread has to enter."""
-    with torch.inference_mode():
+    """Fill on this thread, on a stream of its own, after the event `ready`; it is None on a CPU."""
+    with torch.inference_mode():  # each thread has to enter it, and ComfyUI's nodes make tensors in it
         if ready is None:
             return _fill(copy, x)
         with torch.cuda.stream(torch.cuda.Stream(x.device)):

@@ -26,7 +26,7 @@ from ...kernels import (
     transform_candidates,
 )
 from ..comfyui.layer_choices import state_dict_of
-from ..comfyui.patcher import CALLBACK_KEY, DIFFUSION_MODEL, clone_around, on_other_gpus_again, weight_below_patches
+from ..comfyui.patcher import DIFFUSION_MODEL, clone_around, on_other_gpus_again, weight_below_patches
 from ..deferred.install import defer
 from ..files.holding import coded_weight, is_stored
 from ..host import notices
@@ -267,7 +267,7 @@ def _with_quantized_layers(
         return int8_weight(result.q, result.scale, compute_dtype, result.transform, result.activation_bits)
 
     built = build_like(model.model, tensors, LoadPlan(kernel, compute_dtype, make))
-    clone = clone_around(model, built, CALLBACK_KEY)
+    clone = clone_around(model, built)
     defer(clone)
     clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel))
     return on_other_gpus_again(clone)
