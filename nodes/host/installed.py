@@ -12,21 +12,13 @@ logger = logging.getLogger(__name__)
 
 
 def check_installed() -> None:
-    """Log a line where Triton is missing or is not PyTorch's, and one for all that ComfyUI, Triton and PyTorch lack
-    of what the pack relies on: what does not work, and what it does instead.
+    """Log a line where Triton is missing or not PyTorch's, which browsers show too where a card needs it; and one for
+    all that ComfyUI, Triton and PyTorch lack of what the pack relies on, with what it does instead.
 
     Raises ImportError, in one line that says what to do, for what it cannot do without.
     """
     lacks = [*check_comfyui(), *(f"{what} ({instead})" for what, instead in missing())]
-    _check_triton()
-    if lacks:
-        logger.warning("INT8 DiT: beside ComfyUI %s it does without %s.", comfyui_version(), "; ".join(lacks))
-
-
-def _check_triton() -> None:
-    """Say what is wrong with Triton, and to browsers too where a card needs it."""
-    # It imports ComfyUI, which is known to do only now.
-    from .notices import warn_from_load
+    from .notices import warn_from_load  # only now is it known that this can be imported
 
     if takes_kernels(comfy.model_management.get_torch_device()):
         problem = triton_problem()
@@ -38,3 +30,5 @@ def _check_triton() -> None:
             "it for INT8: %s.",
             triton_advice(),
         )
+    if lacks:
+        logger.warning("INT8 DiT: beside ComfyUI %s it does without %s.", comfyui_version(), "; ".join(lacks))

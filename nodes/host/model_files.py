@@ -4,12 +4,11 @@ import folder_paths
 
 from ..demo.letters import FILE as DEMO
 
-_KINDS = ("diffusion_models", "unet_gguf")
-"""The second is where packs that load GGUF files let users keep them. No pack's list of files is changed here."""
+_KINDS = ("diffusion_models", "unet_gguf")  # the second is the folder of packs that load GGUF files
 
 
 def model_files() -> list[str]:
-    """The names of all files, relative to their folders. The demo is last: no loader is to begin with it."""
+    """Return the names of all files, relative to their folders. The demo is last: no loader is to begin with it."""
     known = [kind for kind in _KINDS if kind in folder_paths.folder_names_and_paths]
     folders = dict.fromkeys(path for kind in known for path in folder_paths.get_folder_paths(kind))
     names = (name for folder in folders for name in folder_paths.recursive_search(folder, [".git"])[0])
@@ -18,7 +17,7 @@ def model_files() -> list[str]:
 
 
 def model_path(name: str) -> str:
-    """Where a file of `model_files` is. Raises FileNotFoundError, as ComfyUI does, where none has that name."""
+    """Return the path of one of `model_files`. Raises FileNotFoundError, as ComfyUI does, where none has that name."""
     if name == DEMO.name:
         return str(DEMO)
     found = filter(None, (folder_paths.get_full_path(kind, name) for kind in _KINDS))

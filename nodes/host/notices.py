@@ -1,5 +1,4 @@
-"""Telling the user something: a warning once, in the log and as a toast in the browser that queued the prompt; and what
-a node shows of its last run."""
+"""Messages to the user: warnings, in the log and as toasts in the browser, and what a node shows of its last run."""
 
 import functools
 import logging
@@ -35,16 +34,12 @@ def prompt_server() -> Any:
     return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
 
 
-# What the load of the pack warned of: reason, summary, detail. No browser is connected then.
-_from_load: list[tuple[Reason, str, str]] = []
+_from_load: list[tuple[Reason, str, str]] = []  # what the load of the pack warned of, before any browser is connected
 
 
 def warn(reason: Reason, summary: str, detail: str, advice: str = "") -> None:
-    """Warn at most once per queued prompt, however many models and steps say the same: in the log, and as a toast
-    (web/warnings.js) in the browser that queued the prompt.
-
-    The same with another `advice`, which ends the detail, is the same.
-    """
+    """Warn once per queued prompt: in the log, and as a toast (web/warnings.js) in the browser that queued it. `advice`
+    ends the detail; with another advice it is the same warning."""
     context = get_executing_context()
     said = set() if context is None else _said_in(context.prompt_id)
     if (summary, detail) in said:
@@ -61,10 +56,8 @@ def warn(reason: Reason, summary: str, detail: str, advice: str = "") -> None:
 def warn_of_fallback(
     reason: Reason, device: torch.device, kernel: str, summary: str, advice: str, so: str = ""
 ) -> None:
-    """Warn if a `kernel` falls back to another computation on a device, and say why, with `so` what runs in its place.
-
-    `advice` is how to have the kernel all the same, where that can be had. Raises what `choose_path` does.
-    """
+    """Warn if a `kernel` falls back to another computation on a device, and say why, and with `so` what runs instead.
+    `advice` says how to get the kernel where that is possible. Raises what `choose_path` does."""
     compute = choose_path(device, kernel)
     if compute.fallback:
         warn(reason, summary, f"{compute.reason}.{so}", "" if compute.blocked else advice)
@@ -77,7 +70,7 @@ def warn_from_load(reason: Reason, summary: str, detail: str) -> None:
 
 
 def show_load_warnings() -> None:
-    """Show the browser that queued the prompt what the load warned of. The nodes that compute in INT8 call it."""
+    """Show what the load warned of in the browser that queued the prompt. Nodes that compute in INT8 call it."""
     for reason, summary, detail in _from_load:
         _show(reason, summary, f"{detail}.")
 
@@ -91,27 +84,19 @@ def _show(reason: Reason, summary: str, detail: str) -> None:
         server.send_sync(WARNING_EVENT, event, browser)
 
 
-# More than a few prompts never run side by side.
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=16)  # more prompts never run side by side
 def _said_in(prompt_id: str) -> set[tuple[str, str]]:
     return set()
 
 
 @dataclass(frozen=True)
 class Badge:
-    """One line inside a node (web/results.js).
+    """One line inside a node (web/results.js)."""
 
-    Attributes:
-        severity: its colour: what the user wants, what the user should know, or what is not as it should be.
-        text: a few words.
-        detail: the whole story, in small type below.
-        reason: of a warning, which paragraph of the help page is about it: a reason of `warn`, or "".
-    """
-
-    severity: Literal["good", "note", "warn"]
+    severity: Literal["good", "note", "warn"]  # its colour
     text: str
-    detail: str = ""
-    reason: Reason | Literal[""] = ""
+    detail: str = ""  # the whole story, in small type below
+    reason: Reason | Literal[""] = ""  # of a warning: which paragraph of the help page is about it
 
 
 def badges_output(*badges: Badge) -> dict[str, list[dict]]:

@@ -14,11 +14,9 @@ from .notices import Badge, badges_output
 
 
 def output_paths(filename_prefix: str, extension: str = "safetensors") -> Iterator[str]:
-    """The paths a new file may get, numbered as ComfyUI's own save nodes number theirs: from the first
-    number after those in the folder.
+    """Return the paths that a new file may get, numbered like ComfyUI's, from the first after those in the folder.
 
-    ComfyUI's own count is not used. It looks for another name than the file gets where a prefix is no plain path, such
-    as `foo/`, and is then always 1.
+    ComfyUI's own count is always 1 where a prefix is no plain path, such as `foo/`: it looks for another name.
     """
     folder, filename, *_ = folder_paths.get_save_image_path(filename_prefix, folder_paths.get_output_directory())
     numbered = re.compile(re.escape(os.path.normcase(filename)) + r"_(\d+)(?![^._])")
@@ -28,7 +26,7 @@ def output_paths(filename_prefix: str, extension: str = "safetensors") -> Iterat
 
 
 def saved_file(path: str) -> dict:
-    """The ui result of a node that saved a file in the output folder: the file, and a line on the node."""
+    """The ui result of a node that saved a file in the output folder: the file and a badge."""
     subfolder, filename = os.path.split(os.path.relpath(path, folder_paths.get_output_directory()))
     said = f"saved {filename}, {size_text(os.path.getsize(path))}"
     badge = Badge("good", said, os.path.join("output", subfolder))
@@ -36,12 +34,12 @@ def saved_file(path: str) -> dict:
 
 
 def size_text(count: int, beside: int = 0) -> str:
-    """A number of bytes as the user reads it, in the unit of the one that it stands `beside`."""
+    """A number of bytes for the user, in the unit of the larger one that it stands `beside`."""
     return f"{count / 1e9:.1f} GB" if max(count, beside) >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def workflow_metadata(hidden: io.HiddenHolder) -> dict[str, str]:
-    """The workflow as ComfyUI's save nodes store it, unless the user disabled that."""
+    """The workflow as ComfyUI's save nodes store it; nothing if the user disabled that."""
     if args.disable_metadata:
         return {}
     metadata = {} if hidden.prompt is None else {"prompt": json.dumps(hidden.prompt)}

@@ -29,9 +29,8 @@ def sample(
 ) -> None:
     """Sample once from a LATENT, with ComfyUI's ordinary guidance, or with none where `negative` is None.
 
-    Without `positive` the model gets no text and no image features, as an unconditional one does.
-
-    `callback` gets the step, the prediction, the latent and the number of steps.
+    Without `positive` the model gets no text and no image features, like an unconditional one. `callback` gets the
+    step, the prediction, the latent and the number of steps.
     """
     samples = comfy.sample.fix_empty_latent_channels(
         model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
@@ -41,8 +40,7 @@ def sample(
         guider.inner_set_conds({"positive": positive})
         guider.set_cfg(1.0)
     else:
-        # At a CFG of 1 ComfyUI would leave out what is asked for here.
-        model.disable_model_cfg1_optimization()
+        model.disable_model_cfg1_optimization()  # which leaves out the negative at a CFG of 1
         guider.set_conds(positive, negative)
         guider.set_cfg(cfg)
     guider.sample(
@@ -58,16 +56,12 @@ def sample(
 
 
 def previewer(model: ModelPatcher) -> Callable[[Any], tuple | None]:
-    """What makes of a prediction the picture that ComfyUI's sampler nodes show of a step: None without previews."""
+    """Return a function that makes of a prediction the preview of ComfyUI's sampler nodes: None without previews."""
     try:
-        import latent_preview
+        from latent_preview import get_previewer
     except ImportError:
         return lambda x0: None
-    decoder = latent_preview.get_previewer(model.load_device, model.model.latent_format)
-
-    def preview(x0: Any) -> tuple | None:
-        if decoder is None:
-            return None
-        return decoder.decode_latent_to_preview_image("JPEG", x0.tensors[0] if x0.is_nested else x0)
-
-    return preview
+    decoder = get_previewer(model.load_device, model.model.latent_format)
+    if decoder is None:
+        return lambda x0: None
+    return lambda x0: decoder.decode_latent_to_preview_image("JPEG", x0.tensors[0] if x0.is_nested else x0)

@@ -11,8 +11,7 @@ from comfy_execution.utils import get_executing_context
 
 from .notices import prompt_server
 
-# What quantizing a layer takes, per weight: 5 bytes measured for the largest of Ideogram 4, and twice that while a LoRA
-# is patched into it.
+# Per weight of a layer: 5 measured for the largest of Ideogram 4, and twice that while a LoRA is patched into it.
 _QUANTIZATION_BYTES = 12
 _BAR_STEPS = 1000
 _SECONDS_BETWEEN_TEXTS = 0.25
@@ -20,7 +19,7 @@ _SECONDS_BEFORE_ESTIMATE = 10  # what has run for less says little of what is to
 
 
 def make_room_to_quantize(device: torch.device, weights: int) -> None:
-    """Let ComfyUI unload what it must for the quantization of a layer with this many weights."""
+    """Make room for the quantization of a layer with this many weights."""
     make_room(device, _QUANTIZATION_BYTES * weights)
 
 
@@ -31,13 +30,10 @@ def make_room(device: torch.device, needed: int) -> None:
 
 
 class Progress:
-    """The progress of a node's job: ComfyUI's bar and cancel button, and a line of text on the node.
+    """The progress of a node's job of so many steps: ComfyUI's bar and cancel button, and a line of text on the node.
 
-    A node makes one. A job in parts hands each a `part` of it, so that the bar runs once and never back. Without a
-    server there is no text, and without ComfyUI's bar no bar.
-
-    Args:
-        steps: how many the job has.
+    A node makes one, and hands each part of its job a `part` of it: the bar runs once and never back. Without a server
+    there is no text.
     """
 
     def __init__(self, steps: int = 1) -> None:
@@ -47,10 +43,7 @@ class Progress:
         self._steps, self._done = max(1, steps), 0.0
 
     def part(self, length: float, steps: int = 1) -> "Progress":
-        """The next `length` steps of this job as a job of its own, of `steps` steps; what comes next begins behind it.
-
-        A job of one step can be cut into parts of 0.9 and 0.1.
-        """
+        """Return the next `length` steps of this job, or fractions of one, as a job of its own, of `steps` steps."""
         part = copy.copy(self)
         part._begin, part._width = self._position, self._width * length / self._steps
         part._steps, part._done = max(1, steps), 0.0
@@ -58,20 +51,18 @@ class Progress:
         return part
 
     def say(self, text: str) -> None:
-        """Show a line on the node while it runs: "layer 80 of 211". Of many in a short time only some are shown."""
+        """Show a line on the node while it runs ("layer 80 of 211"), at most four a second."""
         now, context, server = time.monotonic(), get_executing_context(), prompt_server()
         if now - self._job._said_at < _SECONDS_BETWEEN_TEXTS or context is None or server is None:
             return
         self._job._said_at = now
-        # Only the browser that queued the prompt surely has this node.
-        server.send_progress_text(text, context.node_id, server.client_id)
+        server.send_progress_text(text, context.node_id, server.client_id)  # other browsers may lack this node
 
     def step(self, doing: str = "", preview: tuple | None = None) -> None:
-        """One step is done.
+        """Count one step, and raise ComfyUI's interrupt exception if the user cancelled.
 
-        `doing` is said with the count: "saving tensor" becomes "saving tensor 80 of 211", and after a while with the
-        time that is left of the whole job. `preview` is a picture as ComfyUI's previewers make them. Raises ComfyUI's
-        interrupt exception when the user cancelled.
+        `doing` is shown with the count ("saving tensor" as "saving tensor 80 of 211"), and after a while with the time
+        that is left of the whole job. `preview` is a picture of ComfyUI's previewers.
         """
         comfy.model_management.throw_exception_if_processing_interrupted()
         self._done += 1
@@ -80,11 +71,11 @@ class Progress:
         self._bar.update_absolute(round(_BAR_STEPS * self._position), preview=preview)
 
     def finish(self) -> None:
-        """The job is done and the bar full. What came of it is for the node's result to say, once."""
+        """Fill the bar. The node's result says what came of the job."""
         self._bar.update_absolute(_BAR_STEPS)
 
     def _left(self) -> str:
-        """How long the whole job will take from now on, if it goes on as it went; "" where nobody knows or waits."""
+        """The time that is left of the whole job at its speed so far; "" early on and at its end."""
         elapsed = time.monotonic() - self._began
         if elapsed < _SECONDS_BEFORE_ESTIMATE:
             return ""
@@ -96,5 +87,5 @@ class Progress:
 
     @property
     def _position(self) -> float:
-        """Where on the bar the work is; what takes more steps than it said waits at its end."""
+        """Where on the bar the work is; a part that takes more steps than it said waits at its end."""
         return self._begin + self._width * min(1.0, self._done / self._steps)
