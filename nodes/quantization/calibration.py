@@ -1,10 +1,10 @@
-"""A calibration: what the linears and the attention of a model got to see while it sampled; and its safetensors file.
+"""A calibration: statistics of the inputs of a model's linears and attention while it sampled; and its file.
 
-In a file a layer X is `X.absmax` (float32 [K]) and `X.rows` (its sampled rows [R, K] in the dtype of the activations),
-both only where X was called. The metadata entry `int8_dit_calibration` is JSON. It has for each layer that can be
-quantized, in the order of the model, its shape [N, K], its number of calls, its spikiness, and how many rows are of
-each sampled call. The entry `int8_dit_calibrated_attention` has for each block whose attention was compared [calls, the
-squares of what INT8 lost, the squares of the outputs].
+In a file a layer X that was called is `X.absmax` (float32 [K]) and `X.rows` (its sampled rows [R, K] in the dtype of
+the activations). The metadata entry `int8_dit_calibration` is JSON: for each layer that can be quantized, in the order
+of the model, its shape [N, K], number of calls, spikiness, and number of rows of each sampled call. The entry
+`int8_dit_calibrated_attention` has for each block whose attention was compared [calls, the squares of what INT8 lost,
+the squares of the outputs].
 """
 
 import json
@@ -32,40 +32,32 @@ Shapes = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Statistics of a model's linears.
+    """Statistics of a model's linears, and of the attention of its blocks by path, where that was compared."""
 
-    Attributes:
-        shapes: of every linear that can be quantized, in the order of the model.
-        statistics: of those that were called.
-        attention: what INT8 would cost the attention of each block, by its path in the diffusion model. Empty where
-            that was not measured.
-    """
-
-    shapes: Shapes
-    statistics: dict[str, ActivationStatistics] = field(default_factory=dict)
+    shapes: Shapes  # of every linear that can be quantized, in the order of the model
+    statistics: dict[str, ActivationStatistics] = field(default_factory=dict)  # of those that were called
     attention: dict[str, AttentionError] = field(default_factory=dict)
 
     def to_host(self) -> None:
-        """A sampling has ended: move what it showed to host memory, and forget the linears that were never called."""
+        """Move statistics to host memory after a sampling, and drop those of linears that were never called."""
         for name in [name for name, seen in self.statistics.items() if not seen.calls]:
             del self.statistics[name]
         for seen in (*self.statistics.values(), *self.attention.values()):
             seen.to_host()
 
     def check_finite(self) -> None:
-        """Raise ValueError naming the layer that was the first to get a NaN or Inf: in the earliest call, and there the
-        first in the order of the model."""
-        names = [name for name in self.shapes if name in self.statistics]
-        broken = [name for name in names if self.statistics[name].finite_calls < self.statistics[name].calls]
-        if broken:
-            first = min(broken, key=lambda name: self.statistics[name].finite_calls)
+        """Raise ValueError naming the layer that got a NaN or Inf first: in the earliest call, and there first in the
+        model."""
+        seen = {name: self.statistics[name] for name in self.shapes if name in self.statistics}
+        if broken := [name for name, own in seen.items() if own.finite_calls < own.calls]:
+            first = min(broken, key=lambda name: seen[name].finite_calls)
             raise ValueError(
                 f"calibration: the input of layer {first} held a NaN or Inf, or a value that no model has; the model "
                 "does not sample cleanly with these inputs"
             )
 
     def check_fits(self, linears: Mapping[str, CastWeightBiasOp]) -> None:
-        """Raise ValueError naming the first layer in which these quantizable linears of a model are others."""
+        """Raise ValueError naming the first of these quantizable linears of a model that differs."""
         sentence = (
             "the calibration does not fit this MODEL: layer {} is {} in the calibration and {} in the MODEL. Record it "
             "again with this MODEL"
@@ -79,8 +71,7 @@ def shapes_of(linears: Mapping[str, CastWeightBiasOp]) -> Shapes:
 
 
 def _check_alike(a: Shapes, b: Shapes, sentence: str) -> None:
-    """Raise ValueError with this sentence, in which stand the first layer that two models do not have alike and what
-    it is in each."""
+    """Raise ValueError with this sentence about the first layer that differs in two models, and its shape in each."""
     for name in dict.fromkeys([*a, *b]):
         if a.get(name) != b.get(name):
             own = (list(shapes[name]) if name in shapes else "missing" for shapes in (a, b))
@@ -88,25 +79,21 @@ def _check_alike(a: Shapes, b: Shapes, sentence: str) -> None:
 
 
 def merge_calibrations(calibrations: Sequence[Calibration]) -> Calibration:
-    """One calibration of all the calls that went into several. Raises ValueError if they are of different models."""
+    """Return one calibration of all the calls of several. Raises ValueError if they are of different models."""
     shapes = calibrations[0].shapes
     for index, other in enumerate(calibrations[1:], start=2):
         sentence = "calibrations of different models cannot be merged: layer {} is {} in the first and {} in number "
         _check_alike(shapes, other.shapes, f"{sentence}{index}")
     seen = {name: [c.statistics[name] for c in calibrations if name in c.statistics] for name in shapes}
     called = {name: [one for one in several if one.calls] for name, several in seen.items()}
-    names = dict.fromkeys(name for calibration in calibrations for name in calibration.attention)
+    names = dict.fromkeys(name for c in calibrations for name in c.attention)
     blocks = {name: [c.attention[name] for c in calibrations if name in c.attention] for name in names}
-    return Calibration(
-        shapes,
-        {name: ActivationStatistics.merged(several) for name, several in called.items() if several},
-        {name: AttentionError.merged(several) for name, several in blocks.items()},
-    )
+    statistics = {name: ActivationStatistics.merged(several) for name, several in called.items() if several}
+    return Calibration(shapes, statistics, {name: AttentionError.merged(several) for name, several in blocks.items()})
 
 
 def save_calibration(calibration: Calibration, destination: str | Iterable[str], workflow: dict[str, str]) -> str:
-    """Write a calibration, and of the workflow what the file's metadata says; the rest, also the errors, is
-    `write_safetensors`'."""
+    """Write a calibration with its workflow. Destination, result and errors are those of `write_safetensors`."""
     layers, tensors = {}, {}
     for name, shape in calibration.shapes.items():
         layers[name] = {"shape": list(shape), "calls": 0}
@@ -121,7 +108,7 @@ def save_calibration(calibration: Calibration, destination: str | Iterable[str],
 
 
 def load_calibration(path: str) -> Calibration:
-    """Read a calibration. Raises ValueError naming the file, and the layer where there is one, if it is none."""
+    """Read a calibration. Raises ValueError naming the file, and the layer if one is at fault."""
     file = os.path.basename(path)
     try:
         with safetensors.safe_open(path, framework="pt") as opened:
@@ -132,8 +119,7 @@ def load_calibration(path: str) -> Calibration:
         raise ValueError(f"{file} is damaged or incomplete ({error}); save the calibration again") from error
     if text is None:
         raise ValueError(f"{file} is not a calibration: Save Calibration did not write it")
-    where = ""
-    shapes, statistics, attention = {}, {}, {}
+    where, shapes, statistics, attention = "", {}, {}, {}
     try:
         for name, layer in json_object(text, _MOST).items():
             where = f" at layer {name[:200]}"

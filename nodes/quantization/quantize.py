@@ -1,5 +1,5 @@
-"""Quantizing a loaded MODEL: every layer tried and measured, the fragile ones protected, the rest INT8, and the MODEL
-built anew around them."""
+"""Quantizing a loaded MODEL: measure every layer, protect the fragile ones, and build the MODEL anew with the others in
+INT8."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 WITHOUT_CALIBRATION = ("none", "rotate")
 """The methods that do the same without one."""
 
-# A calibration step takes as long as the quantization of so many layers: of Ideogram 4, 1024 px, on an H200, 1.4 with
-# the defaults and 4.5 with smoothing alone.
+# A calibration step takes as long as quantizing so many layers: of Ideogram 4, 1024 px, on an H200, 1.4 with the
+# defaults and 4.5 with smoothing alone.
 _LAYERS_PER_STEP = 2
 _DEFAULT_PROTECTION = Protection("share", 0.08)
 _QUANTIZING, _PROTECTING = 0.85, 0.07  # of the progress; the rest is the building of the MODEL
@@ -59,31 +59,20 @@ _QUANTIZING, _PROTECTING = 0.85, 0.07  # of the progress; the rest is the buildi
 class QuantizationSettings:
     """How to quantize a model; the defaults are the recipe of arXiv 2606.12280, but for `protected_in`, bf16 there.
 
-    Attributes:
-        method: one of kernels.METHODS: what happens to the channels of INT8 layers.
-        alpha: SmoothQuant migration strength in 0..1.
-        search_alpha: choose each layer's own alpha by measured error, never worse than `alpha`.
-        protection: which layers are protected from 8-bit activations.
-        clip: weight scales by the least rounding error instead of the largest weight.
-        smooth_only_foldable: smooth only where the factors can be folded into the layer before.
-        protected_in: one of PROTECTED_IN: what protected layers are held in.
-        rounding: one of kernels.ROUNDINGS: how weights are rounded.
-        weight_bits: 8 or 4. With 4 bits layers are rotated and in ComfyUI's W4A8 (group 16), and protected ones have
-            weights of 8 bits that are native too, unless `protected_in` is bf16; so stock ComfyUI loads them all. Then
-            `method`, `alpha`, `search_alpha`, `clip` and `smooth_only_foldable` say nothing.
-
-    Raises ValueError for an alpha outside 0..1.
+    With 4 bits layers are rotated, in ComfyUI's W4A8 (group 16), and protected ones are ComfyUI's INT8, unless
+    `protected_in` is bf16: stock ComfyUI loads all. `method`, `alpha`, `search_alpha`, `clip` and
+    `smooth_only_foldable` do not count then. Raises ValueError for an alpha outside 0..1.
     """
 
-    method: str = "smooth"
-    alpha: float = 0.5
-    search_alpha: bool = False
-    protection: Protection = _DEFAULT_PROTECTION
-    clip: bool = False
-    smooth_only_foldable: bool = False
-    protected_in: str = ACT16
-    rounding: str = "nearest"
-    weight_bits: int = 8
+    method: str = "smooth"  # one of kernels.METHODS: what happens to the channels of INT8 layers
+    alpha: float = 0.5  # SmoothQuant's migration strength in 0..1
+    search_alpha: bool = False  # choose each layer's own by measured error, never worse than `alpha`
+    protection: Protection = _DEFAULT_PROTECTION  # which layers are protected from 8-bit activations
+    clip: bool = False  # weight scales by the least rounding error instead of the largest weight
+    smooth_only_foldable: bool = False  # smooth only where the factors can be folded into the layer before
+    protected_in: str = ACT16  # one of PROTECTED_IN: what protected layers are held in
+    rounding: str = "nearest"  # one of kernels.ROUNDINGS
+    weight_bits: int = 8  # or 4
 
     def __post_init__(self) -> None:
         check_alpha(self.alpha)
@@ -109,14 +98,14 @@ def quantize_model(
     kernel: str,
     calibration: Calibration | CalibrationRun | None,
 ) -> tuple[ModelPatcher, QuantizationReport, Calibration | None]:
-    """A new MODEL with INT8 linears, what was done, and by which calibration; `model` and its weights stay as they are.
+    """Return a new MODEL with INT8 linears, the report, and the calibration; `model` and its weights do not change.
 
-    Patches of `model` that change weights (LoRAs) are part of what is quantized. Without `calibration` nothing is
-    smoothed, "best per layer" rotates, and errors are those of the weights.
+    Patches of `model` that change weights (LoRAs) are quantized with them. Without `calibration` nothing is smoothed,
+    "best per layer" rotates, and errors are those of the weights.
 
-    Raises ValueError for a calibration that does not fit the model, a protection that
-    leaves nothing to quantize, a weight with NaN or Inf, a model without quantizable linears or whose layers are
-    already replaced (torch.compile); ComfyUI's interrupt exception on cancel.
+    Raises ValueError for a calibration that does not fit the model, a protection that leaves nothing to quantize, a
+    weight with NaN or Inf, a model without quantizable linears or whose layers are already replaced (torch.compile);
+    ComfyUI's interrupt exception on cancel.
     """
     number_of_linears, targets = len(linears(model)), quantization_targets(model)
     # What is certain to be refused is refused before the work.
@@ -198,8 +187,8 @@ def quantize_model(
 
 
 def same_inputs(names: Iterable[str], statistics: Mapping[str, ActivationStatistics]) -> list[list[str]]:
-    """Linears that read the same tensor, together, in their order: those of one module in whose inputs the largest
-    magnitudes of all channels agree in every bit. The q of a cross attention reads another than its k and v."""
+    """Group linears that read the same tensor, in their order: those of one module whose inputs agree in the largest
+    magnitudes of all channels, to the bit. The q of a cross attention reads another than its k and v."""
     readers: dict[Any, list[str]] = {}
     for name in names:
         peaks = statistics[name].absmax if name in statistics else None
@@ -218,10 +207,9 @@ def _quantize_layers(
     activation_bits: int = 8,
     in_codes: bool = False,
 ) -> dict[str, QuantizedLinear]:
-    """Every target in INT8, those that will be protected too: how fragile they are is known only then.
+    """Quantize every target to INT8, or `in_codes` to weights of 4 bits. How fragile a target is, is known only then.
 
-    With 16-bit activations no layer is kept from smoothing, since none has to be folded for other loaders. `in_codes`
-    means weights of 4 bits.
+    With 16-bit activations no layer is kept from smoothing: none has to be folded for other loaders.
     """
     if not targets:
         return {}
@@ -248,8 +236,7 @@ def _quantize_layers(
 def _with_quantized_layers(
     model: ModelPatcher, results: dict[str, QuantizedLinear], in_floats: Collection[str], kernel: str
 ) -> ModelPatcher:
-    """A MODEL as `model`, its sampling settings, wrappers and hooks, with its quantized layers, which are taken out of
-    `results`, but for those held in floats."""
+    """Return a MODEL like `model` with quantized layers, which are taken out of `results`, but for those in floats."""
     compute_dtype = model.model.get_dtype_inference()
     tensors = _state_dict_with_placeholders(model, set(results))
     for name in in_floats:
@@ -274,12 +261,11 @@ def _with_quantized_layers(
 
 
 def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dict[str, torch.Tensor]:
-    """The diffusion model's tensors under its own names, patches applied, with placeholders for the weights of
-    `targets`.
+    """The diffusion model's tensors by its own names, patches applied, with placeholders for the weights of `targets`.
 
-    A placeholder has a shape and dtype but no data: it lets the loader recognise the model, and each real weight is
-    made only when its layer is loaded. Of another layer the weight is a float if it is quantized and patched, or in a
-    form of which a state dict has only the pieces.
+    A placeholder has no data. The loader recognises the model by it, and each real weight is made only when its layer
+    is loaded. The weight of another layer is a float if it is quantized and patched, or in a form of which a state dict
+    has only the pieces.
     """
     tensors, targets = state_dict_of(model), {f"{name}.weight" for name in targets}
     held = {f"{name}.weight": module for name, module in model.model.diffusion_model.named_modules()}

@@ -1,5 +1,4 @@
-"""Recording what enters a model's linears and its attention while anything samples with it: the user, or a calibration
-run."""
+"""Recording the inputs of a model's linears and attention while the user or a calibration run samples with it."""
 
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -30,42 +29,38 @@ from ..linears.linear_call import multiplied
 from .calibration import Calibration, Shapes, merge_calibrations, shapes_of
 
 RECORDER_KEY = "int8_dit_recorder"
-# The block that computes now in this thread, and where to note what it shows.
+# The block that runs now in this thread, and where to note the errors of its attention.
 _block: ContextVar[tuple[str, dict[str, AttentionError]] | None] = ContextVar("int8_dit_observed_block", default=None)
 
 
 class Recording:
-    """What an armed MODEL showed, by the node of the graph that sampled and the device it sampled on."""
+    """The calibrations of an armed MODEL, by the node of the graph that sampled and the device it sampled on."""
 
     def __init__(self) -> None:
         self._records: dict[tuple[str | None, torch.device], Calibration] = {}
         self._latest: Calibration | None = None
 
     def begin(self, shapes: Shapes, device: torch.device) -> Calibration:
-        """What a sampling that begins fills, call by call; the executing node is the one that samples.
-
-        All samplings of a node fill the same, so that the many of a tiled upscaler take no more memory than one.
-        """
+        """Return the calibration that a sampling fills: one for all samplings of the executing node, so that those of a
+        tiled upscaler take no more memory."""
         context = get_executing_context()
         node = None if context is None else context.node_id
         self._latest = self._records.setdefault((node, device), Calibration(shapes))
         return self._latest
 
     def check_latest(self) -> None:
-        """Raise ValueError naming the layer that was the first to get a NaN or Inf, if one did in the latest calls.
-
-        It waits for the device once.
-        """
+        """Raise ValueError naming the layer that was the first to get a NaN or Inf, if one did in the latest calls. It
+        waits for the device once."""
         if self._latest is None:
             return
         peaks = [peak for peak in (seen.latest_peak for seen in self._latest.statistics.values()) if peak is not None]
-        # What an earlier sampling left in host memory lies beside what this one has on its device.
+        # Peaks of an earlier sampling lie in host memory.
         for device in {peak.device for peak in peaks}:
             if not bool(torch.isfinite(torch.stack([peak for peak in peaks if peak.device == device])).all()):
                 self._latest.check_finite()
 
     def calibration(self, nodes: Collection[str] | None = None) -> Calibration:
-        """What was recorded, by these nodes of the graph and those that they expanded into (None: by all).
+        """Merge what these nodes of the graph and those that they expanded into recorded (None: all nodes).
 
         Raises ValueError if that is nothing, or naming the layer that was the first to get a NaN or Inf.
         """
@@ -85,11 +80,10 @@ class Recording:
 
 
 def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
-    """A clone of `model` that records whenever it samples, alone or beside another model (DualModelGuider).
+    """Return a clone of `model` that records whenever it samples, alone or beside another model (DualModelGuider).
 
-    The observers are in place only between ComfyUI's calls that begin and end a sampling with the MODEL, so that a
-    cancel or an error takes them away too. When such a sampling begins it raises ValueError for a compiled MODEL,
-    inside which nothing could be seen.
+    The observers are in place between ComfyUI's calls that begin and end a sampling, so that a cancel or an error
+    removes them too. A sampling raises ValueError for a compiled MODEL, inside which nothing could be seen.
     """
     observing: weakref.WeakKeyDictionary[ModelPatcher, tuple[Calibration, weakref.finalize]]
     observing = weakref.WeakKeyDictionary()
@@ -101,7 +95,7 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
         linears = quantizable_linears(patcher)
         record = recording.begin(shapes_of(linears), patcher.load_device)
         observers = ExitStack()
-        # A clone that goes away without an end must not leave observers in the modules it shares with others.
+        # A clone that goes away without an end leaves no observers in modules that others share.
         observing[patcher] = record, weakref.finalize(patcher, observers.close)
         for name, module in linears.items():
             seen = record.statistics.setdefault(name, ActivationStatistics())
@@ -128,8 +122,8 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
 
 @contextmanager
 def observed_linear(module: CastWeightBiasOp, seen: ActivationStatistics) -> Iterator[None]:
-    """Fill the statistics of a linear in here from what it multiplies: ComfyUI calls it through its forward, where its
-    `linear_input_act` would else multiply by a weight of INT8, or in fp16, past that."""
+    """Fill the statistics of a linear inside the context. ComfyUI calls its forward there, past which
+    `linear_input_act` would multiply by weights in INT8 or fp16."""
 
     def update(linear: object, args: tuple, kwargs: dict) -> None:
         with unplanned_memory():
@@ -149,8 +143,8 @@ def observed_linear(module: CastWeightBiasOp, seen: ActivationStatistics) -> Ite
 
 
 class AttentionObserver:
-    """An attention override of ComfyUI's in a MODEL, put there in place, that compares, and lets those compute who did
-    before."""
+    """An attention override that measures the error of INT8 attention and lets compute what did before; it puts itself
+    into the MODEL."""
 
     def __init__(self, model: ModelPatcher) -> None:
         options, device = model.model_options["transformer_options"], model.load_device
@@ -177,14 +171,14 @@ class AttentionObserver:
         return attend(*args, **kwargs)
 
     def _stand_aside(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """A wrapper of ComfyUI's around each call of the model: where layers have chosen their attention, and no other
-        pack's override is before them, nothing is observed. Any override would come before them too."""
+        """Wrap calls of the model: observe nothing where layers have chosen their attention, unless another pack's
+        override comes before their choices, as any override does."""
         own = self.outer is None or (isinstance(self.outer, AttentionOverride) and self.outer.outer is None)
         return beside_choices(self, self._choices if own else (), executor, args, kwargs)
 
 
 def disarmed(model: ModelPatcher) -> ModelPatcher:
-    """A clone of a MODEL without a recorder."""
+    """Return a clone of a MODEL without a recorder."""
     clone = model.clone()
     for moment in (CallbacksMP.ON_PRE_RUN, CallbacksMP.ON_CLEANUP):
         clone.remove_callbacks_with_key(moment, RECORDER_KEY)
@@ -201,14 +195,10 @@ def disarmed(model: ModelPatcher) -> ModelPatcher:
 
 @dataclass(frozen=True)
 class CalibrationRun:
-    """Every prompt sampled once, as the user would, to see what the linears of a MODEL get.
+    """Samples each prompt once, as the user would, to record the inputs of a MODEL's linears. Other attributes are
+    arguments of `host.sampling.sample`."""
 
-    Attributes:
-        prompts: conditionings, None for none; the n-th is sampled with the noise of `seed` + n.
-        negative, cfg, sampler, sigmas, latent: as `host.sampling.sample` has them.
-    """
-
-    prompts: Sequence[list | None]
+    prompts: Sequence[list | None]  # conditionings, None for none; the n-th gets the noise of `seed` + n
     negative: list | None
     cfg: float
     sampler: object
@@ -217,15 +207,13 @@ class CalibrationRun:
     seed: int
 
     def calibrate(self, model: ModelPatcher, progress: Progress | None = None) -> Calibration:
-        """What the linears of a MODEL got to see; `progress` is run through once.
+        """Return the calibration of a MODEL, in which nothing stays, also on a cancel or error; finish `progress`.
 
-        Nothing of it stays in `model`, also when it is cancelled or fails. Raises ValueError naming the layer that was
-        the first to get a NaN or Inf, after the step in which it did.
+        Raises ValueError naming the layer that was the first to get a NaN or Inf, after the step in which it did.
         """
         recording = Recording()
         observed = armed(model, recording)
         preview, progress, prompts = previewer(observed), progress or Progress(), len(self.prompts)
-
         for index, positive in enumerate(self.prompts):
             doing = f"calibrating, prompt {index + 1} of {prompts}"
             progress.say(doing)

@@ -1,4 +1,4 @@
-"""What a quantization did, layer by layer: a table and a chart for the user, JSON for the file."""
+"""The report of a quantization, layer by layer: a table and a chart for the user, JSON for the file."""
 
 import statistics
 from collections import Counter
@@ -12,7 +12,7 @@ from ..host.output_files import size_text
 
 CODES, INT8, ACT16, BF16 = "INT8 with 4-bit weights", "INT8", "INT8 with 16-bit activations", "bf16"
 PROTECTED_IN = (ACT16, BF16)
-"""What protected layers can be held in; bf16 stands for whatever the model computes in."""
+"""What protected layers can be held in; bf16 stands for the floats that the model computes in."""
 _TICKS = tuple(digit * 10.0**power for power in range(-4, 1) for digit in (1, 2, 5))
 _MOST_TICKS = 4
 _LOWEST = 1e-4  # an error of zero has no place on a logarithmic scale
@@ -20,87 +20,66 @@ _LOWEST = 1e-4  # an error of zero has no place on a logarithmic scale
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One quantizable linear.
-
-    Attributes:
-        transform: what was done to its channels.
-        fragility: what plain INT8 costs, relative to the layer's output (without calibration, to its weight); None for
-            a layer that was never called.
-        error: what INT8 with the transform costs, with the layer's own bits of activations.
-        held_in: CODES, INT8, or one of PROTECTED_IN.
-        nearest_error: what `error` would be with the weight rounded to nearest; None where it is.
-        protected: whether it is held in more bits than others, because it is fragile.
-    """
+    """One quantizable linear. Errors are relative to its output, without calibration to its weight; None where it was
+    never called."""
 
     name: str
     transform: TransformPlan
-    fragility: float | None
-    error: float | None
-    held_in: str = INT8
-    nearest_error: float | None = None
-    protected: bool = False
+    fragility: float | None  # the error of plain INT8
+    error: float | None  # with the transform and its own bits of activations
+    held_in: str = INT8  # or CODES, or one of PROTECTED_IN
+    nearest_error: float | None = None  # `error` with the weight rounded to nearest; None where it is
+    protected: bool = False  # held in more bits than others, because it is fragile
 
     @property
     def calibrated_rounding(self) -> bool:
-        """Whether its INT8 weight was rounded by what was recorded."""
+        """Whether its weight was rounded by recorded inputs."""
         return self.nearest_error is not None and self.held_in != BF16
 
     @property
     def error_as_held(self) -> float | None:
-        """What was lost of it: nothing in bf16. None for a layer that was never called."""
+        """The error that is left: none in bf16."""
         return 0.0 if self.held_in == BF16 and self.error is not None else self.error
 
     @property
     def place(self) -> tuple[str, int | None, str]:
-        """What the model calls the blocks it is one of ("layers"), the number of its block, and its name inside of it;
-        outside the blocks "", None and its whole name."""
+        """The name of its list of blocks ("layers"), the number of its block, and its name inside of it; outside the
+        blocks "", None and its whole name."""
         found = block_of(self.name)
         return (found[0][:-1], found[1], found[2][1:]) if found else ("", None, self.name)
 
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """A quantization.
+    """A quantization."""
 
-    Attributes:
-        settings: its settings, in words and numbers that JSON has.
-        linears: number of all linears of the model.
-        calibration: number of recorded calls and sampled rows; None without calibration.
-        layers: in the order of the model.
-        protected: the names of the protected layers, the most fragile first.
-        size, size_before: bytes of the quantized MODEL and of the one it was made of; 0 where they are not known.
-        attention: what INT8 attention costs each block, relative to the output, by its path in the order of the model;
-            of those that were compared.
-    """
-
-    settings: Mapping[str, object]
-    linears: int
-    calibration: Mapping[str, int] | None
-    layers: tuple[LayerReport, ...]
-    protected: tuple[str, ...]
-    size: int = 0
+    settings: Mapping[str, object]  # in words and numbers that JSON has
+    linears: int  # of the whole model
+    calibration: Mapping[str, int] | None  # the number of recorded calls and sampled rows
+    layers: tuple[LayerReport, ...]  # in the order of the model
+    protected: tuple[str, ...]  # names, the most fragile first
+    size: int = 0  # bytes of the quantized MODEL, and of its original; 0 where they are not known
     size_before: int = 0
-    attention: Mapping[str, float] = field(default_factory=dict)
+    attention: Mapping[str, float] = field(default_factory=dict)  # relative error of INT8 attention, by block
 
     @property
     def title(self) -> str:
-        """What was done."""
         how = "rotate, 4-bit weights" if self.in_codes else self.settings["method"]
         return f"INT8 quantization ({'uncalibrated' if self.calibration is None else how})"
 
     @property
     def in_codes(self) -> bool:
-        """Whether layers have weights of 4 bits."""
+        """Whether there are weights of 4 bits."""
         return any(layer.held_in == CODES for layer in self.layers)
 
     @property
     def plain(self) -> str:
-        """What fragility is the error of."""
+        """What fragility is the error of, in words."""
         return "nearest 4 bits" if self.in_codes else "plain INT8"
 
     @property
     def headline(self) -> str:
-        """What it costs and saves, in a sentence for those who read no more."""
+        """One sentence: what it costs and saves."""
         after = mean(layer.error_as_held for layer in self.layers)
         parts = [] if after is None else [f"{100 * after:.1f} % of the {self.error_of} changes"]
         if self.size:
@@ -109,7 +88,7 @@ class QuantizationReport:
 
     @property
     def summary(self) -> str:
-        """The same with what it is compared to, and how many layers are protected, in a line."""
+        """One line: also what it is compared to, and how many layers are protected."""
         before = mean(layer.fragility for layer in self.layers)
         after = mean(layer.error_as_held for layer in self.layers)
         held = Counter(layer.held_in for layer in self.layers if layer.protected)
@@ -131,16 +110,16 @@ class QuantizationReport:
 
     @property
     def exact(self) -> list[str]:
-        """The blocks that INT8 attention leaves out."""
+        """The blocks whose attention stays exact."""
         return [block for block, error in self.attention.items() if error > MOST_ATTENTION_ERROR]
 
     @property
     def error_of(self) -> str:
-        """What the errors are relative to."""
+        """What errors are relative to."""
         return "output" if self.calibration is not None else "weight"
 
     def recipe(self) -> dict[str, object]:
-        """How the model was made, as it is kept in a file: values that JSON has."""
+        """The entry of a file's metadata, in values that JSON has."""
         layers = {
             layer.name: {
                 "transform": str(layer.transform),
@@ -151,7 +130,7 @@ class QuantizationReport:
             }
             for layer in self.layers
         }
-        attention = {"errors": {block: rounded(self.attention[block]) for block in self.attention}, "exact": self.exact}
+        attention = {"errors": {block: rounded(error) for block, error in self.attention.items()}, "exact": self.exact}
         return {
             **self.settings,
             "linears": self.linears,
@@ -196,13 +175,12 @@ class QuantizationReport:
         return "\n".join(lines)
 
     def chart(self) -> dict[str, Any]:
-        """A quantization, kind by kind, in values that JSON has.
+        """The chart, in values that JSON has.
 
-        `low` and `high` are the ends of the logarithmic scale, with room around all errors but those of bf16; `ticks`
-        is what to write at it. Each of `panels` has the layers of a `kind` in the `blocks` of that name, "" outside the
-        blocks, and the means of their errors; kinds of the same blocks stand together. Of its `marks` each is a layer:
-        the number of its `block`, its error in plain INT8 (`before`) and as it was quantized (`after`), and
-        LayerReport's `held_in` and `protected`. Errors that are not known are None.
+        `low` and `high` are the ends of the logarithmic scale, with room around all errors but those of bf16, `ticks`
+        its labels. A panel has the layers of one `kind` in the list `blocks` ("" outside the blocks), and the means of
+        their errors; panels of one list stand together. A mark is a layer: the number of its `block`, its error in
+        plain INT8 (`before`) and as quantized (`after`), `held_in` and `protected`. Unknown errors are None.
         """
         kinds: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for layer in self.layers:
@@ -225,16 +203,16 @@ class QuantizationReport:
 
 
 def mean(errors: Iterable[float | None]) -> float | None:
-    """That of those that are known; None where none is."""
+    """The mean of the known errors; None where none is."""
     known = [error for error in errors if error is not None]
     return statistics.fmean(known) if known else None
 
 
 def rounded(error: float | None) -> float | None:
-    """An error as it is kept."""
+    """An error to 4 digits, as files keep it."""
     return None if error is None else float(f"{error:.4g}")
 
 
 def percent(error: float | None) -> str:
-    """An error as the user reads it."""
+    """An error for the user."""
     return "never called" if error is None else f"{100 * error:.2f} %"
