@@ -111,8 +111,12 @@ def quantize_model(
     # What is certain to be refused is refused before the work.
     choose_path(model.load_device, kernel)
     check_known(model.model)
-    nothing_lost = dict.fromkeys(targets, 0.0)
-    settings.protection.choose(nothing_lost, nothing_lost, number_of_linears)
+    candidates = targets.items() if settings.weight_bits == 4 else ()
+    coded = {name: linear for name, linear in candidates if fits_codes(*linear.weight.shape)}
+    if settings.protected_in == BF16:
+        nothing_lost = dict.fromkeys(coded or targets, 0.0)
+        in_floats = settings.protection.choose(nothing_lost, nothing_lost, number_of_linears)
+        settings.protection.check_left(len(targets), len(in_floats), number_of_linears)
     model, progress = disarmed(model), Progress()  # a recorder is for samplings elsewhere
     if isinstance(calibration, CalibrationRun):
         sampled = _LAYERS_PER_STEP * len(calibration.prompts) * (len(calibration.sigmas) - 1)
@@ -130,10 +134,8 @@ def quantize_model(
         )
         if settings.method == "best per layer":  # which needs recorded inputs; of the others rotation loses least
             settings = replace(settings, method="rotate")
-    coded: dict[str, CastWeightBiasOp] = {}
     if settings.weight_bits == 4:
         settings = replace(settings, method="rotate", search_alpha=False, clip=False, smooth_only_foldable=False)
-        coded = {name: linear for name, linear in targets.items() if fits_codes(*linear.weight.shape)}
     warn_of_patches_on_folded(model)
 
     statistics = {} if calibration is None else calibration.statistics

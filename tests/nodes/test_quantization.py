@@ -380,6 +380,14 @@ def test_inputs_that_are_refused(dit, model, calibration, connected, inputs, mes
         dit.quantize(model, **given)
 
 
+def test_a_protection_that_leaves_nothing_is_refused_before_the_work(dit, model, calibration, monkeypatch):
+    from int8_dit.nodes.quantization import quantize
+
+    monkeypatch.setattr(quantize, "_quantize_layers", None)
+    with pytest.raises(ValueError, match="protecting 21 layers leaves none"):
+        dit.quantize(model, 21, calibration=calibration, protected_in="bf16")
+
+
 def test_the_defaults_are_the_recipe_with_the_best_method_per_layer(pack):
     """Alpha from 0.5 on, 17 of Ideogram 4's 211 linears protected (arXiv 2606.12280); settings by themselves smooth."""
     from int8_dit.kernels import Protection
