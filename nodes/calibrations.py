@@ -1,5 +1,4 @@
-"""The nodes of calibrations: "Record Calibration" arms a MODEL, "Collect Calibration" takes what samplers showed; "Save
-Calibration", "Load Calibration" and "Merge Calibrations" keep it."""
+"""The nodes of calibrations: Record, Collect, Save, Load and Merge."""
 
 import folder_paths
 from comfy_api.latest import io
@@ -9,13 +8,13 @@ from comfy_execution.graph_utils import is_link
 from .host.output_files import output_paths, saved_file, workflow_metadata
 from .quantization.calibration import Calibration, load_calibration, merge_calibrations, save_calibration
 from .quantization.recorder import Recording, armed
-from .sockets import CalibrationType, RecordingType, filename_prefix_input
+from .sockets import CalibrationType, RecordingType, RunsAlways, filename_prefix_input
 
 FOLDER = "int8_calibrations"
 
 
-class RecordINT8Calibration(io.ComfyNode):
-    """MODEL -> the same MODEL, recorded whenever it samples."""
+class RecordINT8Calibration(RunsAlways):
+    """MODEL -> the same MODEL, recorded whenever it samples. Each run records anew: samplers may have changed."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -35,11 +34,6 @@ class RecordINT8Calibration(io.ComfyNode):
                 RecordingType.Output(display_name="recording", tooltip="For Collect Calibration."),
             ],
         )
-
-    @classmethod
-    def fingerprint_inputs(cls, **_inputs) -> float:
-        """Never equal to itself: every run records anew, and nothing is left of samplers that have changed since."""
-        return float("nan")
 
     @classmethod
     def execute(cls, model) -> io.NodeOutput:
@@ -76,7 +70,7 @@ class CollectINT8Calibration(io.ComfyNode):
 
 
 def _upstream(prompt: DynamicPrompt, node: str) -> set[str]:
-    """The nodes whose results `node` got, directly or through others."""
+    """All nodes before `node` in the graph."""
     found: set[str] = set()
     waiting = [node]
     while waiting:
@@ -88,7 +82,7 @@ def _upstream(prompt: DynamicPrompt, node: str) -> set[str]:
 
 
 def _given(calibration: Calibration | None) -> Calibration:
-    """A connected calibration. Raises ValueError for the one that a quantization without any has put out."""
+    """Return a connected calibration; ValueError for None, which a quantization without one has put out."""
     if calibration is None:
         raise ValueError(
             "there is no calibration: Quantize to INT8 had no calibration inputs connected, and so nothing was recorded"

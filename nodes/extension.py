@@ -7,15 +7,8 @@ import folder_paths
 from comfy_api.latest import ComfyExtension, io
 
 from ..kernels import ask_outside_plan_by, prepare_compiling
+from . import calibrations
 from .apply_fused_int8_kernel import ApplyFusedINT8Kernel, ApplyFusedINT8KernelCLIP
-from .calibrations import (
-    FOLDER,
-    CollectINT8Calibration,
-    LoadINT8Calibration,
-    MergeINT8Calibrations,
-    RecordINT8Calibration,
-    SaveINT8Calibration,
-)
 from .comfyui.compiling import outside_memory_plan
 from .compare_images import CompareImagesINT8DiT
 from .demo_letters import DemoLettersINT8DiT
@@ -24,9 +17,10 @@ from .load_int8_dit import LoadINT8DiT
 from .quantize_to_int8 import QuantizeToINT8SmoothQuant
 from .save_models import SaveGGUFDiT, SaveINT8DiT
 
+_FOLDER = calibrations.FOLDER
 for _base in (folder_paths.models_dir, folder_paths.get_output_directory()):
-    folder_paths.add_model_folder_path(FOLDER, os.path.join(_base, FOLDER))
-folder_paths.folder_names_and_paths[FOLDER] = (folder_paths.folder_names_and_paths[FOLDER][0], {".safetensors"})
+    folder_paths.add_model_folder_path(_FOLDER, os.path.join(_base, _FOLDER))
+folder_paths.folder_names_and_paths[_FOLDER] = (folder_paths.folder_names_and_paths[_FOLDER][0], {".safetensors"})
 ask_outside_plan_by(outside_memory_plan)
 
 
@@ -45,11 +39,11 @@ class INT8DiTExtension(ComfyExtension):
             QuantizeToINT8SmoothQuant,
             SaveINT8DiT,
             SaveGGUFDiT,
-            RecordINT8Calibration,
-            CollectINT8Calibration,
-            SaveINT8Calibration,
-            LoadINT8Calibration,
-            MergeINT8Calibrations,
+            calibrations.RecordINT8Calibration,
+            calibrations.CollectINT8Calibration,
+            calibrations.SaveINT8Calibration,
+            calibrations.LoadINT8Calibration,
+            calibrations.MergeINT8Calibrations,
             INT8KernelBenchmark,
             CompareImagesINT8DiT,
             DemoLettersINT8DiT,

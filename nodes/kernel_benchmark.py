@@ -1,7 +1,5 @@
 """The node "Kernel Benchmark"."""
 
-import time
-
 import comfy.model_management
 from comfy_api.latest import io
 
@@ -9,10 +7,10 @@ from ..kernels.benchmark import TICKS, text_of, title
 from .benchmark.run import CLEAR, DECISIONS, STORE, forget, run, save_json
 from .host.notices import show_load_warnings
 from .pictures.plot import check_matplotlib, plot_times
-from .sockets import choice
+from .sockets import RunsAlways, choice
 
 
-class INT8KernelBenchmark(io.ComfyNode):
+class INT8KernelBenchmark(RunsAlways):
     """Times the linears of a MODEL, or of Ideogram 4, in every format on this machine, and tells what INT8 is worth."""
 
     @classmethod
@@ -45,9 +43,8 @@ class INT8KernelBenchmark(io.ComfyNode):
                 choice(
                     "auto_decided",
                     DECISIONS,
-                    "What decides on this card which linears 'auto' runs in INT8: this run, if the card is "
-                    "healthy; what did so before; or only the card's name, which forgets the stored run and measures "
-                    "nothing.",
+                    "What decides on this card which linears 'auto' runs in INT8: this run, if the card is healthy; "
+                    "what did so before; or only the card's name, which forgets the stored run and measures nothing.",
                 ),
                 io.Conditioning.Input(
                     "positive", optional=True, tooltip="A prompt for the measured forward of the model."
@@ -64,10 +61,6 @@ class INT8KernelBenchmark(io.ComfyNode):
             ],
             is_output_node=True,
         )
-
-    @classmethod
-    def fingerprint_inputs(cls, **_inputs) -> float:
-        return time.time()  # a machine is measured anew in each run
 
     @classmethod
     def execute(

@@ -217,9 +217,9 @@ class QuantizeToINT8SmoothQuant(DecidedNode):
     def validate_inputs(cls, input_types: dict[str, str], *, positive=None, protect=None) -> bool | str:
         """Refuse calibration inputs that do not make a calibration, before anything runs.
 
-        Of all arguments ComfyUI has, only the types of linked inputs tell which are linked, by names such as
-        `positive.positive_0`. It leaves their check to who asks for them. What grows or has choices it always passes:
-        as positional arguments they would each be called wrong.
+        ComfyUI tells which inputs are linked only by their types, with names such as `positive.positive_0`, and leaves
+        the check of types to the node that asks for them. It always passes inputs that grow or have choices, and would
+        call each wrong as a positional argument.
         """
         expected = {entry.id: entry.get_io_type() for entry in cls.define_schema().inputs}
         expected["positive"] = io.Conditioning.io_type
@@ -277,7 +277,7 @@ class QuantizeToINT8SmoothQuant(DecidedNode):
 
 
 def _wrong_calibration_inputs(given: Set[str]) -> str:
-    """Why a node with these inputs cannot calibrate, and what to do; "" where it can, or is not to."""
+    """Return why a node with these inputs cannot calibrate, and what to do; "" if it can, or need not."""
     if not given & _OF_A_RUN:
         return ""
     if "calibration" in given:
@@ -291,7 +291,7 @@ def _wrong_calibration_inputs(given: Set[str]) -> str:
 
 
 def _badge(report: QuantizationReport, method: str) -> Badge:
-    """Whether a calibration stands behind a quantization."""
+    """Say whether a calibration stands behind a quantization."""
     protected = f"{len(report.protected)} of {report.linears} linears are protected"
     if report.calibration is not None:
         return Badge("good", "calibrated", f"{protected}, the most fragile on recorded inputs.")
@@ -302,11 +302,8 @@ def _badge(report: QuantizationReport, method: str) -> Badge:
 
 
 def _protection(protect: dict | None) -> Protection:
-    """The rule that the widget `protect` and the one below it stand for.
-
-    Raises ValueError for None: ComfyUI gives no value where an API request has one that the widget lacks.
-    """
-    if protect is None:
+    """Return the rule of the widget `protect` and the one below it."""
+    if protect is None:  # for a value of an API request that the widget lacks
         raise ValueError(f"protect must be one of {', '.join(_PROTECT)}")
     kind, widget = _PROTECT[protect["protect"]]
     value = protect[widget.id]

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def choice(name: str, options: Iterable[str], tooltip: str, optional: bool = True, **others: Any) -> io.Combo.Input:
-    """A widget that is set to one of several values: of a new node the first."""
+    """A widget for one of several values, at first the first."""
     first, *rest = options
     return io.Combo.Input(name, options=[first, *rest], default=first, tooltip=tooltip, optional=optional, **others)
 
@@ -37,12 +37,20 @@ def kernel_input() -> io.Combo.Input:
     )
 
 
+class RunsAlways(io.ComfyNode):
+    """A node that runs in each prompt, whatever ComfyUI has of it in its cache."""
+
+    @classmethod
+    def fingerprint_inputs(cls, **_inputs) -> float:
+        return float("nan")  # never equal to itself
+
+
 class DecidedNode(io.ComfyNode):
     """A node with the widget `kernel`: it runs again when what decides `auto` on this machine changes."""
 
     @classmethod
     def fingerprint_inputs(cls, kernel: str = "auto", **_inputs) -> str:
-        """What decides, as a text for ComfyUI's cache: a short one, since ComfyUI writes it into images' metadata."""
+        """Return what decides, as a short text for ComfyUI's cache, which ComfyUI writes into images' metadata."""
         device = comfy.model_management.get_torch_device()
         choice = AUTO_CHOICES.stored(device) if kernel == "auto" and device.type == "cuda" else None
         return "" if choice is None else hashlib.sha256(repr(choice).encode()).hexdigest()[:16]
@@ -62,7 +70,7 @@ def attention_input(advanced: bool | None = None) -> io.Combo.Input:
 
 
 def filename_prefix_input(default: str) -> io.String.Input:
-    """The widget that says where a node that saves saves to."""
+    """The widget that says where to save."""
     return io.String.Input("filename_prefix", default=default, tooltip="Where to save, below ComfyUI's output folder.")
 
 
@@ -78,8 +86,7 @@ def model_outputs() -> list[io.Output]:
 
 
 def shown(output: Any, kernel: str, otherwise: str | None = None) -> io.NodeOutput:
-    """A MODEL or CLIP, what of it runs where in words, and the same words on the node. For the others see
-    `runs_where`."""
+    """Return a MODEL or CLIP, and what of it runs where, in words and on the node. For the others see `runs_where`."""
     model = getattr(output, "patcher", None) or output
     summary = summarize(model)
     logger.info("INT8 DiT: %s", summary)
