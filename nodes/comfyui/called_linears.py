@@ -7,11 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-_FETCHES_AHEAD = "comfy.model_prefetch"
-"""The module of ComfyUI's that reads the weights of a block only to move them."""
-_READS = ("torch.nn.modules.module", "comfy.ops")
-"""Modules whose functions read parameters for their callers."""
-
 
 @dataclass
 class CalledLinears:
@@ -28,9 +23,10 @@ class _Parameters(dict):
 
     def __getitem__(self, name: str) -> Any:
         frame: Any = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__") in _READS:
+        # These modules read parameters for their callers; the one below reads those of a block only to move them.
+        while frame.f_back is not None and frame.f_globals.get("__name__") in ("torch.nn.modules.module", "comfy.ops"):
             frame = frame.f_back
-        self.read = self.read or frame.f_globals.get("__name__") != _FETCHES_AHEAD
+        self.read = self.read or frame.f_globals.get("__name__") != "comfy.model_prefetch"
         return super().__getitem__(name)
 
 
