@@ -40,7 +40,7 @@ def sample(
         guider.inner_set_conds({"positive": positive})
         guider.set_cfg(1.0)
     else:
-        model.disable_model_cfg1_optimization()  # which leaves out the negative at a CFG of 1
+        model.disable_model_cfg1_optimization()  # it would leave out the negative at a CFG of 1
         guider.set_conds(positive, negative)
         guider.set_cfg(cfg)
     guider.sample(
