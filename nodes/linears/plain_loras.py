@@ -41,7 +41,7 @@ def add_lora(output: torch.Tensor, input: torch.Tensor, lora: LoRAFactors) -> No
 
 
 def plain_loras(patches: Sequence[tuple], shape: Sequence[int]) -> list[LoRAFactors]:
-    """Return the factors of a ModelPatcher's patches of a weight, if all are plain LoRAs that fit its shape; else none."""
+    """Return the factors of a ModelPatcher's patches of a weight if all are plain LoRAs that fit, else none."""
     loras = [lora for patch in patches if (lora := lora_factors(patch, shape)) is not None]
     return loras if len(loras) == len(patches) else []
 
