@@ -121,6 +121,55 @@ def interrupt_at(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.fixture
+def compilable(pack: ModuleType) -> Iterator[None]:
+    """Attention as ComfyUI picks it on a GPU: that for a CPU asks for the free memory, which no compiler traces."""
+    from support import ideogram_block  # noqa: F401  (imported by now, its attention is replaced)
+    from support.inductor_kernels import plain_attention
+
+    torch._dynamo.reset()
+    with plain_attention():
+        yield
+
+
+@pytest.fixture
+def warned(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What is warned of, in the words of `notices.warn`; a list that grows."""
+    said: list[tuple] = []
+    monkeypatch.setattr("int8_dit.nodes.host.notices.warn", lambda *words: said.append(words))
+    return said
+
+
+@pytest.fixture
+def multiplied(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows with each call of an INT8 linear on the kernel."""
+    from int8_dit.kernels import RepeatedLinear
+
+    calls, run = [], RepeatedLinear.multiply
+    monkeypatch.setattr(RepeatedLinear, "multiply", lambda *args: calls.append(1) or run(*args))
+    return calls
+
+
+@pytest.fixture
+def ideogram(small: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModelPatcher:
+    """A small Ideogram 4, whose text projection is as large a part of it as in the real one, and quantized."""
+    monkeypatch.setattr("int8_dit.nodes.linears.layer_selection._LARGE_PROJECTION", 1 << 18)
+    return small.ideogram4(monkeypatch)
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
+    """What the log has said so far with these words."""
+    return lambda words: [text for text in (record.getMessage() for record in caplog.records) if words in text]
+
+
+@pytest.fixture
+def all_may_stay_stored(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the glyph model, whose layers are small."""
+    for place in ("linears.stored_weights", "loading.load_plan"):
+        monkeypatch.setattr(f"int8_dit.nodes.{place}.SMALLEST_STORED", 0)
+
+
+@pytest.fixture
 def run_saving_node(pack: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Run a node that saves as ComfyUI runs it, with an output folder of its own: the path of the new file. By name are
     the prompt, the workflow and what else is beside the workflow."""

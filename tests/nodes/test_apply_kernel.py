@@ -59,12 +59,12 @@ def test_a_saved_model_is_the_stock_one(dit, native, tmp_path):
         assert torch.equal(saved[f"model.diffusion_model.{key}"].to(tensor.dtype), tensor), key
 
 
-def test_auto_without_a_gpu_leaves_the_model_and_warns(dit, native, caplog):
+def test_auto_without_a_gpu_leaves_the_model_and_warns(dit, native, logged):
     model = dit.stock(native)
     patched = dit.apply(model, kernel="auto")
     assert torch.equal(dit.output(patched), dit.output(model))
     dit.sample(patched)
-    assert [r for r in caplog.records if "The fused INT8 kernel is not applied" in r.getMessage()]
+    assert logged("The fused INT8 kernel is not applied")
 
 
 def test_a_model_without_int8_is_refused(dit):

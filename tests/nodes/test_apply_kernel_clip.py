@@ -30,16 +30,6 @@ def apply(execute):
     return lambda clip, kernel="fused int8": execute(clip, kernel).result[0]
 
 
-@pytest.fixture
-def calls(pack, monkeypatch):
-    """A list that grows with each call of an INT8 linear on the kernel."""
-    from int8_dit.kernels import RepeatedLinear
-
-    found, run = [], RepeatedLinear.multiply
-    monkeypatch.setattr(RepeatedLinear, "multiply", lambda *args: found.append(1) or run(*args))
-    return found
-
-
 @torch.no_grad()
 def conditioning(encoder, clip):
     return clip.encode_from_tokens(encoder.prompt(TOKENS))
@@ -61,16 +51,9 @@ def with_lora(encoder, clip, strength=1.0):
     return comfy.sd.load_lora_for_models(None, clip, lora, 0.0, strength)[1]
 
 
-def test_computes_what_comfyuis_int8_computes(encoder, apply, calls):
-    clip = encoder.clip("native")
-    expected = conditioning(encoder, clip)
-    assert not calls
-    assert 0 < relative_error(conditioning(encoder, apply(clip)), expected) < ROUNDING
-    assert len(calls) >= len(encoder.layers)
-
-
-def test_an_embedding_in_int8_stays_comfyuis(encoder, apply, calls, monkeypatch):
-    """Official encoders have one. Only linears are multiplied."""
+@pytest.mark.parametrize("embedding", ("floats", "INT8"))
+def test_computes_what_comfyuis_int8_computes(encoder, apply, multiplied, monkeypatch, embedding):
+    """An embedding in INT8, which official encoders have, stays ComfyUI's: only linears are multiplied."""
     from support import random_encoders
 
     def native(state_dict):
@@ -80,11 +63,13 @@ def test_an_embedding_in_int8_stays_comfyuis(encoder, apply, calls, monkeypatch)
         return made | {f"{layer}.{part}": t for part, t in random_encoders.native_layer(made[name]).items()}
 
     tensors = encoder._tensors
-    monkeypatch.setattr(encoder, "_tensors", native)
+    if embedding == "INT8":
+        monkeypatch.setattr(encoder, "_tensors", native)
     clip = encoder.clip("native")
     expected = conditioning(encoder, clip)
+    assert not multiplied
     assert 0 < relative_error(conditioning(encoder, apply(clip)), expected) < ROUNDING
-    assert len(calls) >= len(encoder.layers)
+    assert len(multiplied) >= len(encoder.layers)
 
 
 def test_with_the_activations_that_newer_linears_take(encoders, apply, of_today, monkeypatch):
@@ -104,12 +89,10 @@ def test_after_a_text_was_written_with_quantized_activations(encoder, apply):
     expected, applied = conditioning(encoder, clip), apply(clip)
     linears = [module for module in clip.cond_stage_model.modules() if getattr(module, "_full_precision_mm", False)]
     assert linears
-    for module in linears:
-        module._full_precision_mm = False
-    assert relative_error(conditioning(encoder, applied), expected) < ROUNDING
-    for module in linears:
-        module._full_precision_mm = True
-    assert relative_error(conditioning(encoder, applied), expected) < ROUNDING
+    for full_precision in (False, True):
+        for module in linears:
+            module._full_precision_mm = full_precision
+        assert relative_error(conditioning(encoder, applied), expected) < ROUNDING
 
 
 def test_bypassed_it_leaves_nothing_behind(encoder, apply):
@@ -132,14 +115,14 @@ def test_a_clone_and_what_is_applied_twice_compute_the_same(encoder, apply):
 
 
 @pytest.mark.parametrize("first", (False, True), ids=("LoRA after it", "LoRA before it"))
-def test_loras(encoder, apply, calls, first):
+def test_loras(encoder, apply, multiplied, first):
     clip = encoder.clip("native")
     plain = conditioning(encoder, clip)
     expected = conditioning(encoder, with_lora(encoder, clip))
     assert relative_error(plain, expected) > 0.1
     patched = apply(with_lora(encoder, clip)) if first else with_lora(encoder, apply(clip))
     assert relative_error(conditioning(encoder, patched), expected) < ROUNDING
-    assert calls
+    assert multiplied
 
 
 def merged(*clips):
@@ -163,11 +146,12 @@ def test_an_extracted_lora(encoder, apply):
     import comfy_extras.nodes_lora_extract as extract
     import comfy_extras.nodes_model_merging as merging
 
-    floats, clip = encoder.clip("bf16"), encoder.clip("native")
-    difference = merging.CLIPSubtract().merge(apply(clip), with_lora(encoder, floats), 1.0)[0]
-    found = extract.calc_lora_model(difference.patcher, 4, "", "text_encoders.", {}, extract.LORAType.FULL_DIFF)
-    expected = merging.CLIPSubtract().merge(floats, with_lora(encoder, floats), 1.0)[0]
-    expected = extract.calc_lora_model(expected.patcher, 4, "", "text_encoders.", {}, extract.LORAType.FULL_DIFF)
+    def extracted(clip):
+        difference = merging.CLIPSubtract().merge(clip, with_lora(encoder, floats), 1.0)[0]
+        return extract.calc_lora_model(difference.patcher, 4, "", "text_encoders.", {}, extract.LORAType.FULL_DIFF)
+
+    floats = encoder.clip("bf16")
+    found, expected = extracted(apply(encoder.clip("native"))), extracted(floats)
     assert found.keys() == expected.keys()
     for key in (key for key in expected if any(f".{layer}." in key for layer in encoder.layers)):
         assert relative_error(found[key].float(), expected[key].float()) < 0.2
@@ -207,7 +191,7 @@ def test_a_hook(encoder, apply):
     assert torch.equal(conditioning(encoder, clip), stock)
 
 
-def test_a_text_that_an_encoder_writes(encoders, apply, calls):
+def test_a_text_that_an_encoder_writes(encoders, apply, multiplied):
     encoder = encoders["Qwen3-VL 8B (Ideogram 4)"]
     clip = encoder.clip("native")
 
@@ -216,14 +200,14 @@ def test_a_text_that_an_encoder_writes(encoders, apply, calls):
             return clip.generate(encoder.prompt(TOKENS), do_sample=False, max_length=3)
 
     expected = written(clip)
-    assert written(apply(clip)) == expected and calls
+    assert written(apply(clip)) == expected and multiplied
 
 
-def test_auto_without_a_gpu_leaves_the_encoder_and_warns(encoder, apply, calls, caplog):
+def test_auto_without_a_gpu_leaves_the_encoder_and_warns(encoder, apply, multiplied, logged):
     clip = encoder.clip("native")
     expected = conditioning(encoder, clip)
-    assert torch.equal(conditioning(encoder, apply(clip, "auto")), expected) and not calls
-    assert [r for r in caplog.records if "The fused INT8 kernel is not applied" in r.getMessage()]
+    assert torch.equal(conditioning(encoder, apply(clip, "auto")), expected) and not multiplied
+    assert logged("The fused INT8 kernel is not applied")
 
 
 @pytest.mark.parametrize("kind", ("bf16", "fp8"))

@@ -39,11 +39,7 @@ def write(small, tmp_path):
     return write
 
 
-@pytest.fixture
-def load(dit):
-    return dit.load
-
-
+load = from_pack("support.glyph_dit:load")
 attention = from_pack("int8_dit.nodes.attention.attention_override")
 
 
@@ -78,45 +74,49 @@ def with_lora(model, config=CHOICE):
     return clone
 
 
+@pytest.fixture
+def called(small, preferred):
+    """The calls of what layers chose in a forward of a MODEL, whose first one compares; and its output."""
+
+    def called(model):
+        small.output(model)
+        preferred.clear()
+        output = small.output(model)
+        return list(preferred), output
+
+    return called
+
+
 # Followed and shown
 
 
-def test_the_files_choice_is_followed_and_shown(dit, small, write, load, preferred):
+def test_the_files_choice_is_followed_and_shown(dit, small, write, load, preferred, called):
     plain = load(write({}, "plain.safetensors"))
     expected = small.output(plain)
     assert str(dit.summarize(plain)).endswith("attention as ComfyUI") and not preferred
     model = load(write({KEY: encoded(CHOICE)}))
     assert str(dit.summarize(model)).endswith("attention as ComfyUI, 1 layer chosen by the file")
-    small.output(model)
-    preferred.clear()  # the first call compares
-    assert relative_error(small.output(model), expected) < 1e-3
-    assert len(preferred) == 1
+    calls, output = called(model)
+    assert relative_error(output, expected) < 1e-3 and len(calls) == 1
 
 
 @pytest.mark.parametrize("where", ("file", "LoRA"))
-def test_the_method_that_leaves_out_is_followed_with_its_threshold(small, write, load, preferred, where):
+def test_the_method_that_leaves_out_is_followed_with_its_threshold(write, load, called, where):
     config = {"attention": "comfy_kitchen_sol", "tau": 0.25}
     model = load(write({KEY: encoded(config)} if where == "file" else {}))
     model = model if where == "file" else with_lora(model, config)
-    small.output(model)
-    preferred.clear()
-    small.output(model)
-    assert [call["tau"] for call in preferred] == [0.25]
+    assert [call["tau"] for call in called(model)[0]] == [0.25]
 
 
-def test_a_loras_choice_is_followed_and_shown(dit, small, write, load, preferred, attention):
+def test_a_loras_choice_is_followed_and_shown(dit, write, load, called):
     model = load(write({KEY: encoded(CHOICE)}))
     clone = with_lora(model)
     assert dit.described(clone) == "as ComfyUI, 2 layers chosen by the file or a LoRA"
     assert dit.described(model) == "as ComfyUI, 1 layer chosen by the file"
-    for chosen, count in ((clone, 2), (model, 1)):
-        small.output(chosen)
-        preferred.clear()
-        small.output(chosen)
-        assert len(preferred) == count
+    assert [len(called(chosen)[0]) for chosen in (clone, model)] == [2, 1]
 
 
-def test_what_cannot_run_here_is_shown(dit, write, load, of_today, attention):
+def test_what_cannot_run_here_is_shown(dit, write, load, of_today):
     model = load(write({KEY: encoded(CHOICE)}))
     assert dit.described(model) == "as ComfyUI, the choice for 1 layer cannot run here"
 
@@ -145,7 +145,7 @@ def test_each_clone_saves_its_own(small, write, load, save, preferred, form):
 
 
 @pytest.mark.parametrize("stock", (True, False), ids=("ComfyUI's loader", "this pack's"))
-def test_quantizing_keeps_it(small, write, load, save, preferred, stock):
+def test_quantizing_keeps_it(write, load, save, called, stock):
     """And a LoRA's choice is no reason to refuse the MODEL."""
     import comfy.sd
 
@@ -155,13 +155,10 @@ def test_quantizing_keeps_it(small, write, load, save, preferred, stock):
     model = with_lora(comfy.sd.load_diffusion_model(path) if stock else load(path))
     quantized, *_ = quantize_model(model, QuantizationSettings("rotate"), "fused int8", None)
     assert save(quantized, "safetensors")[1] == {KEY: CHOICE, OTHER_KEY: CHOICE}
-    small.output(quantized)
-    preferred.clear()
-    small.output(quantized)
-    assert len(preferred) == 2
+    assert len(called(quantized)[0]) == 2
 
 
-def test_a_second_gpus_copy_keeps_it(small, write, load, preferred):
+def test_a_second_gpus_copy_keeps_it(write, load, called):
     from int8_dit.nodes.loading.load import rebuild_int8_model
 
     model = load(write({KEY: encoded(CHOICE)}))
@@ -169,10 +166,7 @@ def test_a_second_gpus_copy_keeps_it(small, write, load, preferred):
     assert again.get_model_object(f"diffusion_model.{LAYER}").config == CHOICE
     copy = with_lora(model).deepclone_multigpu()
     assert copy.model is not model.model
-    small.output(copy)
-    preferred.clear()
-    small.output(copy)
-    assert len(preferred) == 2
+    assert len(called(copy)[0]) == 2
 
 
 def test_damaged_ones_are_named(write, load):
@@ -197,7 +191,7 @@ def older(pack):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_older_comfyui_ignores_and_keeps_it(dit, older, small, write, load, save, attention, monkeypatch, form):
+def test_an_older_comfyui_ignores_and_keeps_it(dit, older, small, write, load, save, monkeypatch, form):
     """Nor is what an earlier block does not choose taken for missing."""
     monkeypatch.setitem(small.WAN_SIZES, "num_layers", 3)
     choices = {f"blocks.{block}.self_attn.comfy_attention.config": CHOICE for block in (1, 2)}
@@ -239,25 +233,13 @@ WIDGETS = {
 
 
 @pytest.mark.parametrize("choosing", (None, "without a LoRA", "before the LoRA", "after the LoRA"))
-@pytest.mark.parametrize("kind, widest, calls", WIDGETS.values(), ids=WIDGETS)
+@pytest.mark.parametrize("widget", WIDGETS)
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_the_widget_beside_what_layers_choose(
-    dit,
-    small,
-    write,
-    load,
-    preferred,
-    as_on_a_gpu,
-    kernel,
-    exact,
-    attention,
-    monkeypatch,
-    kind,
-    widest,
-    calls,
-    choosing,
+    dit, small, write, load, preferred, kernel, exact, attention, monkeypatch, widget, choosing
 ):
     """INT8 attention declines to it, and `auto` leaves it alone. A later choice takes the place of an earlier one."""
+    kind, widest, calls = WIDGETS[widget]
     monkeypatch.setattr("int8_dit.nodes.attention.attention_kinds._WIDEST_HEAD", widest)
     model = load(write({} if choosing is None else {KEY: encoded(CHOICE)}))
     expected = small.output(model)

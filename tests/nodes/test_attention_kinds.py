@@ -3,16 +3,18 @@
 A card's fastest exact attention is a function here that counts its calls; INT8 is the pack's own, as a CPU runs it.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from support.architectures import ARCHITECTURES
+from support.attention_calls import OVERRIDE, overridden, random_qkv
 from support.pack import from_pack
 from support.tensors import relative_error
 
 AUTO, AS_COMFYUI, INT8 = "auto", "as ComfyUI", "INT8"
 HEADS, WIDTH, TOKENS = 4, 64, 12
-OVERRIDE = "optimized_attention_override"
 # With masks and without, with text beside the image and in it.
 FAMILIES = ("Ideogram 4", "Flux", "Qwen-Image", "SD3", "Z-Image", "Lumina 2", "Wan t2v", "Wan i2v")
 
@@ -41,14 +43,10 @@ def auto(core, exact):
 
 
 def tensors(kv_heads=HEADS, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(2, TOKENS, heads * WIDTH, generator=generator).to(dtype) for heads in (HEADS, kv_heads, kv_heads)
-    ]
+    return random_qkv((HEADS, kv_heads), (TOKENS, TOKENS), WIDTH, dtype=dtype)
 
 
-def run(function, override, qkv, **keywords):
-    return function(*qkv, HEADS, transformer_options={OVERRIDE: override}, **keywords)
+run = partial(overridden, heads=HEADS)
 
 
 # Which calls `auto` takes
@@ -73,23 +71,18 @@ def test_auto_computes_what_pytorch_would(core, auto, exact, call, dtype):
     assert torch.equal(actual, core.attention_pytorch(*qkv, HEADS, **TAKEN[call])) and exact.calls == 1
 
 
-def test_what_nothing_is_faster_for_stays_comfyuis(core, auto, exact):
-    exact.fastest, qkv = None, tensors()
-    assert torch.equal(run(core.attention_pytorch, auto(), qkv), core.attention_pytorch(*qkv, HEADS))
-    assert exact.calls == 0
+STAYS = {
+    "nothing is faster": ("attention_pytorch", None, {}),
+    "an option that nobody knows": ("attention_pytorch", "cuDNN", {"of_a_later_version": 1}),
+    # whoever calls it: a model, or a pack that put it in the place of ComfyUI's
+    **{f"attention_{name}": (f"attention_{name}", "cuDNN", {}) for name in ("sub_quad", "split", "basic")},
+}
 
 
-def test_a_call_with_an_option_that_nobody_knows_stays(core, auto, exact):
-    qkv = tensors()
-    run(core.attention_pytorch, auto(), qkv, of_a_later_version=1)
-    assert exact.calls == 0
-
-
-@pytest.mark.parametrize("function", ("attention_sub_quad", "attention_split", "attention_basic"))
-def test_another_attention_function_stays(core, auto, exact, function):
-    """Whoever calls it: a model, or a pack that put it in the place of ComfyUI's."""
-    qkv, function = tensors(), getattr(core, function)
-    assert torch.equal(run(function, auto(), qkv), function(*qkv, HEADS)) and exact.calls == 0
+@pytest.mark.parametrize("function, fastest, options", STAYS.values(), ids=STAYS)
+def test_what_stays_comfyuis(core, auto, exact, function, fastest, options):
+    exact.fastest, qkv, function = fastest, tensors(), getattr(core, function)
+    assert torch.equal(run(function, auto(), qkv, **options), function(*qkv, HEADS)) and exact.calls == 0
 
 
 # On which MODEL it is put

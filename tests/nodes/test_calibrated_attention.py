@@ -1,5 +1,6 @@
 """Which blocks keep exact attention beside INT8: measured by a calibration, kept by files, obeyed by MODELs."""
 
+import contextlib
 import json
 import math
 
@@ -8,12 +9,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from support.attention_calls import OVERRIDE
+from support.file_formats import encoded
 from support.tensors import relative_error
 
 INT8 = "INT8"
 BLOCKS = ["joint_blocks.0", "joint_blocks.1", "joint_blocks.2"]
 FRAGILE = BLOCKS[1]
-OVERRIDE = "optimized_attention_override"
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +137,9 @@ def test_in_containers_it_sees_the_same(small, monkeypatch):
     from support import comfyui_today
 
     seen = []
-    for today in (False, True):
-        with monkeypatch.context() as patch:
-            if today:
-                with comfyui_today.today():
-                    seen.append(small.recorded(small.ideogram4(patch)).attention)
-            else:
-                seen.append(small.recorded(small.ideogram4(patch)).attention)
+    for version in (contextlib.nullcontext, comfyui_today.today):
+        with monkeypatch.context() as patch, version():
+            seen.append(small.recorded(small.ideogram4(patch)).attention)
     old, new = seen
     assert list(old) == list(new) == ["layers.0", "layers.1"]
     for block in old:
@@ -157,7 +155,7 @@ def test_what_layers_choose_computes_while_they_are_recorded(small, preferred, r
     monkeypatch.setattr("int8_dit.nodes.attention.attention_kinds._chooses_exact", lambda device: True)
     model = small.wan()
     if chosen:
-        config = torch.tensor(list(b'{"attention": "comfy_kitchen_int8"}'), dtype=torch.uint8)
+        config = encoded({"attention": "comfy_kitchen_int8"})
         model.model.diffusion_model.blocks[1].self_attn.comfy_attention.load_state_dict({"config": config})
     if kind is not None:
         set_attention(model, kind)
@@ -229,18 +227,6 @@ def test_unpatched_the_block_has_its_own_class(small, dit, monkeypatch):
     assert type(blocks[0]) is own and type(blocks[1]) is not own and type(blocks[1]).__name__ == own.__name__
     model.unpatch_model(model.offload_device)
     assert type(blocks[1]) is own
-
-
-@pytest.fixture
-def compilable(pack, monkeypatch):
-    """Attention as ComfyUI picks it on a GPU: its choice for a CPU asks for the free memory, which none traces."""
-    import comfy.ldm.modules.attention
-
-    from support import ideogram_block
-
-    torch._dynamo.reset()
-    plain = comfy.ldm.modules.attention.attention_pytorch
-    monkeypatch.setattr(ideogram_block.ideogram4, "optimized_attention_masked", plain)
 
 
 def test_compiled_each_block_does_as_it_was_told(compilable, small, monkeypatch):

@@ -88,26 +88,13 @@ def test_several_prompts_are_sampled_one_after_the_other(dit, model):
     assert_statistics(calibration_of(dit, model, inputs), recorded)
 
 
-def test_without_a_prompt_the_model_runs_unconditionally(dit, small_ideogram):
-    inputs = small_ideogram.inputs
+def test_without_a_prompt_the_model_runs_unconditionally(dit, small, ideogram):
+    inputs = small.calibration(ideogram)
     del inputs["positive"]
-    calibration = calibration_of(dit, small_ideogram.model, inputs)
+    calibration = calibration_of(dit, ideogram, inputs)
     text, image = "llm_cond_proj", "layers.0.attention.qkv"
     assert text in calibration.shapes and text not in calibration.statistics  # never called without text
     assert calibration.statistics[image].calls == 2
-
-
-@pytest.fixture
-def small_ideogram(pack, monkeypatch):
-    """A small Ideogram 4 and calibration inputs for it."""
-    from types import SimpleNamespace
-
-    # Its text projection then is as large a part of the model as in the real one, and quantized.
-    from support import small_models
-
-    monkeypatch.setattr("int8_dit.nodes.linears.layer_selection._LARGE_PROJECTION", 1 << 18)
-    model = small_models.ideogram4(monkeypatch)
-    return SimpleNamespace(model=model, inputs=small_models.calibration(model), module=small_models)
 
 
 def test_the_recorder_sees_what_any_sampler_does_and_changes_no_result(dit, model, recorder):
@@ -144,14 +131,14 @@ def test_a_model_that_goes_away_while_it_is_observed_leaves_nothing(dit, model, 
     assert not dit.module(model, dit.LAYER)._forward_pre_hooks
 
 
-def test_two_models_of_one_guider_have_statistics_of_their_own(dit, small_ideogram, recorder):
+def test_two_models_of_one_guider_have_statistics_of_their_own(small, ideogram, recorder):
     """DualModelGuider, as Ideogram 4 is sampled: text reaches the one, none the other."""
     from comfy_extras import nodes_custom_sampler as sampling
 
-    conditional, inputs = small_ideogram.model, small_ideogram.inputs
-    unconditional = small_ideogram.module.ideogram4_again(conditional)
+    inputs = small.calibration(ideogram)
+    models = ideogram, small.ideogram4_again(ideogram)
     recordings = recorder.Recording(), recorder.Recording()
-    armed = [recorder.armed(m, r) for m, r in zip((conditional, unconditional), recordings, strict=True)]
+    armed = [recorder.armed(*pair) for pair in zip(models, recordings, strict=True)]
     (guider,) = sampling.DualModelGuider.execute(armed[0], prompts_of(inputs)[0], 4.0, armed[1], None).result
     (noise,) = sampling.RandomNoise.execute(0).result
     sampling.SamplerCustomAdvanced.execute(noise, guider, inputs["sampler"], inputs["sigmas"], inputs["latent_image"])
@@ -161,8 +148,7 @@ def test_two_models_of_one_guider_have_statistics_of_their_own(dit, small_ideogr
     layer = "layers.1.feed_forward.w2"
     assert positive.statistics[layer].calls == negative.statistics[layer].calls == 2
     assert not torch.equal(positive.statistics[layer].absmax, negative.statistics[layer].absmax)
-    hooked = [m for p in (conditional, unconditional) for m in p.model.modules() if m._forward_pre_hooks]
-    assert not hooked
+    assert not [module for model in models for module in model.model.modules() if module._forward_pre_hooks]
 
 
 def test_samplings_are_told_apart_by_the_node_that_samples(dit, model, recorder):

@@ -53,12 +53,8 @@ CLASSES = {"loaded": lambda dit, path: dit.load(path), "applied": lambda dit, pa
 
 
 @pytest.fixture
-def run(dit, tmp_path, monkeypatch):
+def run(dit, tmp_path, monkeypatch, warned):
     """Run a MODEL whose one linear is computed by a function; what was warned of, and the MODEL."""
-    from int8_dit.nodes.deferred import install
-
-    warned = []
-    monkeypatch.setattr(install.notices, "warn", lambda *said: warned.append(said))
     path = dit.write(tmp_path / "native.safetensors", dit.native_int8())
 
     def run(make, product):

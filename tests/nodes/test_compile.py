@@ -11,18 +11,22 @@ STORED = (None, "Q8_0", "W4A8")
 
 
 @pytest.fixture
-def ideogram(pack, monkeypatch):
-    import comfy.ldm.modules.attention
-
+def ideogram(compilable):
     from support import ideogram_block
 
-    torch._dynamo.reset()
-    # What ComfyUI picks on a GPU. Its choice for a CPU asks for the free memory in every call, which no compiler
-    # traces.
-    monkeypatch.setattr(
-        ideogram_block.ideogram4, "optimized_attention_masked", comfy.ldm.modules.attention.attention_pytorch
-    )
     return ideogram_block
+
+
+def assert_follows(compiled, block, ideogram, counter, frames):
+    """A compiled block computes what it does eagerly, at each step in one graph, and at other sizes in one more."""
+    for step in range(4):
+        inputs = ideogram.inputs(seed=step)
+        torch.testing.assert_close(compiled(*inputs), block(*inputs))
+    assert counter.frame_count == 1
+    for tokens in (12, 20, 28):
+        inputs = ideogram.inputs(tokens)
+        torch.testing.assert_close(compiled(*inputs), block(*inputs))
+    assert counter.frame_count in frames
 
 
 @pytest.mark.parametrize(
@@ -35,14 +39,7 @@ def test_compiled_and_eager_are_equal_and_steps_do_not_recompile(ideogram, conte
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, backend=counter, fullgraph=True)
     with context():
-        for step in range(4):
-            inputs = ideogram.inputs(seed=step)
-            torch.testing.assert_close(compiled(*inputs), block(*inputs))
-        assert counter.frame_count == 1
-        for tokens in (12, 20, 28):
-            inputs = ideogram.inputs(tokens)
-            torch.testing.assert_close(compiled(*inputs), block(*inputs))
-    assert counter.frame_count <= 2
+        assert_follows(compiled, block, ideogram, counter, (1, 2))
 
 
 @pytest.mark.parametrize("stored", (False, True))
@@ -141,14 +138,7 @@ def test_patches_of_streamed_weights_are_in_the_one_graph(ideogram, kind, stored
             layer.weight_function = STREAMED[kind](layer.weight)
         functions = [layer.weight_function for layer in layers]
         assert not torch.allclose(block(*inputs), plain, rtol=1e-2, atol=1e-2)
-        for step in range(3):
-            inputs = ideogram.inputs(seed=step)
-            torch.testing.assert_close(compiled(*inputs), block(*inputs))
-        assert counter.frame_count == 1
-        for tokens in (12, 20, 28):
-            inputs = ideogram.inputs(tokens)
-            torch.testing.assert_close(compiled(*inputs), block(*inputs))
-        assert counter.frame_count == 2
+        assert_follows(compiled, block, ideogram, counter, (2,))
         assert all(layer.weight_function is kept for layer, kept in zip(layers, functions, strict=True))
         for layer in layers:
             layer.weight_function = []
@@ -157,35 +147,32 @@ def test_patches_of_streamed_weights_are_in_the_one_graph(ideogram, kind, stored
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streamed", (False, True))
-def test_a_model_with_a_lora_is_one_graph(pack, streamed):
+def test_a_model_with_a_lora_is_one_graph(compilable, streamed):
     """A whole one, as ComfyUI loads it onto a card with room for its weights or without."""
     import comfy.lora
     import comfy.model_management
 
     from support import small_models
     from support.architectures import ARCHITECTURES
-    from support.inductor_kernels import plain_attention
 
-    torch._dynamo.reset()
     architecture = ARCHITECTURES["Ideogram 4"]
     model = small_models.int8_of(architecture).clone()
     layer = "diffusion_model.layers.1.attention.qkv"
     generator = torch.Generator().manual_seed(0)
     ends = {"up": torch.randn(384, 4, generator=generator), "down": torch.randn(4, 128, generator=generator) / 4}
     factors = {f"{layer}.lora_{end}.weight": tensor for end, tensor in ends.items()}
-    with plain_attention():
-        comfy.model_management.load_models_gpu([model])
-        plain = small_models.output_of(architecture, model)
-        keys = comfy.lora.model_lora_keys_unet(model.model, {})
-        assert model.add_patches(comfy.lora.load_lora(factors, keys), 1.0)
-        model.detach()
-        model.patch_model(device_to=model.load_device, lowvram_model_memory=int(streamed))
-        diffusion_model = model.model.diffusion_model
-        assert bool(diffusion_model.layers[1].attention.qkv.weight_function) == streamed
-        expected = small_models.output_of(architecture, model)
-        assert not torch.allclose(expected, plain, rtol=1e-2, atol=1e-2)
-        counter = CompileCounterWithBackend("aot_eager")
-        diffusion_model.compile(backend=counter, fullgraph=True)
-        for _ in range(2):
-            torch.testing.assert_close(small_models.output_of(architecture, model), expected)
+    comfy.model_management.load_models_gpu([model])
+    plain = small_models.output_of(architecture, model)
+    keys = comfy.lora.model_lora_keys_unet(model.model, {})
+    assert model.add_patches(comfy.lora.load_lora(factors, keys), 1.0)
+    model.detach()
+    model.patch_model(device_to=model.load_device, lowvram_model_memory=int(streamed))
+    diffusion_model = model.model.diffusion_model
+    assert bool(diffusion_model.layers[1].attention.qkv.weight_function) == streamed
+    expected = small_models.output_of(architecture, model)
+    assert not torch.allclose(expected, plain, rtol=1e-2, atol=1e-2)
+    counter = CompileCounterWithBackend("aot_eager")
+    diffusion_model.compile(backend=counter, fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(small_models.output_of(architecture, model), expected)
     assert counter.frame_count == 1

@@ -6,10 +6,6 @@ import pytest
 import torch
 
 from support.architectures import ARCHITECTURES
-from support.file_formats import FORMATS
-from support.pack import from_pack
-
-files = from_pack("support.gguf_files")
 
 NATIVE = {"scalar scale": {"per_channel": False}, "rows": {}, "ConvRot": {"rotation_group": 64}}
 
@@ -65,46 +61,37 @@ def test_forms_are_those_of_the_linears(dit, tmp_path, asked, options, loads):
     assert dtype == model.model.get_dtype_inference()
 
 
-@pytest.mark.parametrize("kind", ("floats", "GGUF", "W4A8"))
+@pytest.mark.usefixtures("all_may_stay_stored")
+@pytest.mark.parametrize("kind", ("floats", "Q8_0", "W4A8"))
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
-def test_weights_that_become_int8_are_known_before_they_do(dit, files, tmp_path, asked, monkeypatch, kind, memory):
+def test_weights_that_become_int8_are_known_before_they_do(dit, tmp_path, asked, monkeypatch, kind, memory):
     """The same forms as of the MODEL, and the same block; none of a weight that is stored, and computes in floats."""
     from int8_dit.nodes.loading import load_plan
 
-    if kind == "GGUF":
-        path = files.write_gguf(tmp_path / "model.gguf", dit.tensors(), files.linears_in("Q8_0"))
-    else:
-        tensors = dit.tensors() if kind == "floats" else FORMATS["W4A8"](dit.tensors(), dit.LINEARS).tensors
-        path = dit.write(tmp_path / "model.safetensors", tensors)
     asked_before, own = [], load_plan.make_room_to_quantize
-    monkeypatch.setattr(load_plan, "SMALLEST_STORED", 0)
 
     def made(*given):
         asked_before.append(len(asked))
         own(*given)
 
     monkeypatch.setattr(load_plan, "make_room_to_quantize", made)
-    dit.load(path, memory=memory)
+    dit.load(dit.write_as(tmp_path, kind), memory=memory)
     before, of_model = [(set(forms), *others) for forms, *others in asked]
     assert of_model[0] and before == of_model and asked_before == [1]
 
 
+@pytest.mark.usefixtures("all_may_stay_stored")
 @pytest.mark.parametrize("kind", ("Q8_0", "W4A8", "W6A8"))
-def test_what_makes_int8_or_floats_of_stored_weights_is_what_runs(dit, files, tmp_path, asked, monkeypatch, kind):
+def test_what_makes_int8_or_floats_of_stored_weights_is_what_runs(dit, tmp_path, asked, monkeypatch, kind):
     from int8_dit.kernels.operators import Operator
 
-    if kind == "Q8_0":
-        path = files.write_gguf(tmp_path / "model.gguf", dit.tensors(), files.linears_in(kind))
-    else:
-        path = dit.write(tmp_path / "model.safetensors", FORMATS[kind](dit.tensors(), dit.LINEARS).tensors)
     ran, run = set(), Operator.__call__
 
     def recorded(op, *given):
         ran.add(op.called_with(*given))
         return run(op, *given)
 
-    monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
-    model = dit.load(path, memory="as stored")
+    model = dit.load(dit.write_as(tmp_path, kind), memory="as stored")
     with monkeypatch.context() as patch:
         patch.setattr(Operator, "__call__", recorded)
         dit.output(model)

@@ -228,21 +228,24 @@ def test_a_forward(check, name):
     check(forwards.FORWARDS[name])
 
 
-def test_a_part_that_is_modulated_in_part_is_compared(check):
-    def forward(block, x):
-        note, other = block.norm(block.enter(x)), block.norm(block.other(x))
-        note[:, :5] *= forwards.modulation(1)
-        return [block.out(torch.cat((note, other), 1))], []
+COMPARED = {
+    "a part that is modulated in part": lambda block, x: torch.cat(
+        (modulated_in_part(block.norm(block.enter(x))), block.norm(block.other(x))), 1
+    ),
+    "turned heads": lambda block, x: forwards.kitchen().apply_rope1(
+        block.enter(x)[:, :, None], forwards.places(1, forwards.TOKENS, 1).repeat(1, 1, 1, forwards.HEADS, 1, 1)
+    ),
+}
 
-    check(forward, agrees=True)
+
+def modulated_in_part(note):
+    note[:, :5] *= forwards.modulation(1)
+    return note
 
 
-def test_turned_heads_that_a_linear_reads_are_compared(check):
-    def forward(block, x):
-        freqs = forwards.places(1, forwards.TOKENS, 1).repeat(1, 1, 1, forwards.HEADS, 1, 1)
-        return [block.out(forwards.kitchen().apply_rope1(block.enter(x)[:, :, None], freqs))], []
-
-    check(forward, agrees=True)
+@pytest.mark.parametrize("read", COMPARED.values(), ids=COMPARED)
+def test_what_a_linear_reads_is_compared(check, read):
+    check(lambda block, x: ([block.out(read(block, x))], []), agrees=True)
 
 
 @pytest.mark.parametrize("checking", (False, True))
@@ -395,8 +398,8 @@ def test_checking_takes_no_write_for_a_defect(block, deferral, write):
 
 
 @pytest.mark.parametrize(("consumer", "fails"), (("rotated", False), ("rotated", True), ("gated_residual", True)))
-def test_a_model_with_a_defect_runs_as_its_own(block, deferral, monkeypatch, consumer, fails):
-    fused, warned = getattr(deferral.consumers, consumer), []
+def test_a_model_with_a_defect_runs_as_its_own(block, deferral, monkeypatch, warned, consumer, fails):
+    fused = getattr(deferral.consumers, consumer)
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -416,7 +419,6 @@ def test_a_model_with_a_defect_runs_as_its_own(block, deferral, monkeypatch, con
 
     model, x = deferral.install.deferring_class(Model)(), forwards.randn(2, 12, 64)
     monkeypatch.setattr(deferral.consumers, consumer, defective)
-    monkeypatch.setattr(deferral.install.notices, "warn", lambda *said: warned.append(said))
     with torch.no_grad():
         outputs, own = [model(x) for _ in range(3)], Model.forward(model, x)
     assert all(torch.equal(output, own) for output in outputs)
@@ -580,22 +582,45 @@ def test_attention_that_is_launched_on_addresses_writes_into_nothing(block, defe
         assert waiting.note.computed is None
 
 
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
-def test_norms_in_float32_and_a_sigmoid_gate(block, deferral, took, dtype):
-    weight = forwards.modulation(2, forwards.WIDTH)
+def norms_in_float32_and_a_sigmoid_gate(block, x):
+    weight, y = forwards.modulation(2, forwards.WIDTH), block.enter(x)
+    normed = F.rms_norm(y.float(), weight.shape, weight + 1, 1e-5).to(y.dtype)
+    scaled = normed * forwards.modulation(3).to(y.dtype)
+    return block.smoothed(block.out(scaled) * torch.sigmoid(block.other(normed)))
 
-    def forward(x):
-        y = block.enter(x)
-        normed = F.rms_norm(y.float(), weight.shape, weight + 1, 1e-5).to(y.dtype)
-        scaled = normed * forwards.modulation(3).to(y.dtype)
-        return block.smoothed(block.out(scaled) * torch.sigmoid(block.other(normed)))
 
-    x = forwards.randn(forwards.SAMPLES, forwards.TOKENS, forwards.WIDTH, seed=3)
+def norm_of_patches_of_a_padded_latent(block, latent):
+    """As that of HunyuanVideo's first block."""
+    padded, weight = F.pad(latent, (0, 1, 0, 1), mode="replicate"), forwards.randn(forwards.WIDTH, 4, 2, 2)
+    patches = F.conv2d(padded, weight, stride=2).flatten(2).transpose(1, 2)
+    return block.out(torch.ops.comfy_kitchen.adaln(patches, forwards._S[:1], forwards._T[:1], 1e-6))
+
+
+def norm_of_a_stream_put_together_of_parts(block, x):
+    """As MiniMax H3 does with text, video and sound, where its norms are of no class of the pack's."""
+    h = torch.empty(x.shape)
+    h[:, :5], h[:, 5:] = block.enter(x)[:, :5], block.other(x)[:, 5:]  # no note waits, and no mode is on
+    return block.out(F.rms_norm(h, (forwards.WIDTH,)))
+
+
+ROWS_OF_X = (forwards.SAMPLES, forwards.TOKENS, forwards.WIDTH)
+
+
+@pytest.mark.parametrize(
+    "forward, shape, dtype, count",
+    (
+        (norms_in_float32_and_a_sigmoid_gate, ROWS_OF_X, torch.float16, 3),
+        (norms_in_float32_and_a_sigmoid_gate, ROWS_OF_X, torch.bfloat16, 3),
+        (norm_of_patches_of_a_padded_latent, (1, 4, 7, 7), torch.float32, 1),
+        (norm_of_a_stream_put_together_of_parts, ROWS_OF_X, torch.float32, 1),
+    ),
+)
+def test_what_models_do_is_taken(block, deferral, took, forward, shape, dtype, count):
+    x = forwards.randn(*shape, seed=3)
     with torch.no_grad():
-        exact = forward(x)
-        own = forward(x.to(dtype))
-        output = deferral.install.deferred_call(lambda: forward(x.to(dtype)))
-    assert took["linear"] == 3 and output.dtype == own.dtype
+        exact, own = forward(block, x), forward(block, x.to(dtype))
+        output = deferral.install.deferred_call(lambda: forward(block, deferral.notes.seen_from(x.to(dtype))))
+    assert took["linear"] == count and output.dtype == own.dtype
     assert relative_error(output, exact) <= max(1.1 * relative_error(own, exact), ROUNDED)
 
 
@@ -631,36 +656,6 @@ def test_rows_that_are_set_are_quantized_beside_the_others(block, deferral, took
         assert agreed and took["linear"] == 3
         assert torch.equal(deferral.install.deferred_call(lambda: forward(x)), output)
     assert relative_error(output, own) <= ROUNDED
-
-
-def test_a_norm_of_patches_of_a_padded_latent_is_taken(block, deferral, took):
-    """As that of HunyuanVideo's first block."""
-    weight = forwards.randn(forwards.WIDTH, 4, 2, 2)
-
-    def forward(latent):
-        patches = F.conv2d(F.pad(latent, (0, 1, 0, 1), mode="replicate"), weight, stride=2).flatten(2).transpose(1, 2)
-        return block.out(torch.ops.comfy_kitchen.adaln(patches, forwards._S[:1], forwards._T[:1], 1e-6))
-
-    latent = forwards.randn(1, 4, 7, 7)
-    with torch.no_grad():
-        own = forward(latent)
-        output = deferral.install.deferred_call(lambda: forward(deferral.notes.seen_from(latent)))
-    assert took["linear"] == 1 and relative_error(output, own) <= ROUNDED
-
-
-def test_a_norm_of_a_stream_that_is_put_together_of_parts_is_taken(block, deferral, took):
-    """As MiniMax H3 does with text, video and sound, where its norms are of no class of the pack's."""
-
-    def forward(x):
-        h = torch.empty(x.shape)
-        h[:, :5], h[:, 5:] = block.enter(x)[:, :5], block.other(x)[:, 5:]  # no note waits, and no mode is on
-        return block.out(F.rms_norm(h, (forwards.WIDTH,)))
-
-    x = forwards.randn(forwards.SAMPLES, forwards.TOKENS, forwards.WIDTH, seed=3)
-    with torch.no_grad():
-        own = forward(x)
-        output = deferral.install.deferred_call(lambda: forward(x))
-    assert took["linear"] == 1 and relative_error(output, own) <= ROUNDED
 
 
 RESHAPED = {

@@ -147,42 +147,29 @@ def formats(dit, path):
     return set(dit.formats(path).values())
 
 
-@pytest.fixture
-def ideogram(pack, monkeypatch):
-    """A small Ideogram 4 with all its kinds of linears quantized, and what samples it."""
-    from support import small_models
-
-    monkeypatch.setattr("int8_dit.nodes.linears.layer_selection._LARGE_PROJECTION", 1 << 18)
-    return small_models, small_models.ideogram4(monkeypatch)
-
-
 @pytest.mark.parametrize("protect", (0, 3))
-def test_ideogram_4_folds_wholly(dit, ideogram, tmp_path, protect):
-    import comfy.sd
-
-    small, model = ideogram
-    quantized = dit.quantize(model, protect, **small.calibration(model))
+def test_ideogram_4_folds_wholly(dit, small, ideogram, tmp_path, protect):
+    quantized = dit.quantize(ideogram, protect, **small.calibration(ideogram))
     assert all(weight._params.smooth is not None for weight in dit.int8_weights(quantized).values())
     own, folded = (dit.save(quantized, tmp_path / f"{fold}.safetensors", fold) for fold in (False, True))
     assert formats(dit, own) == {"int8_smoothquant"} and formats(dit, folded) == {"int8_tensorwise"}
     again = dit.save(dit.load(own), tmp_path / "again.safetensors", True)
     dit.assert_same_tensors(load_file(again), load_file(folded))
 
-    for model in (comfy.sd.load_diffusion_model(folded), dit.load(folded)):
+    for model in (dit.stock(folded), dit.load(folded)):
         assert_same_models(model, dit.load(own), small.output)
 
 
-def test_layers_with_16_bit_activations_keep_them(dit, ideogram, tmp_path, caplog):
+def test_layers_with_16_bit_activations_keep_them(dit, small, ideogram, tmp_path, logged):
     """Where their input is divided for a neighbour, they multiply it back."""
-    small, model = ideogram
     shared, alone = "layers.0.feed_forward.w1", "layers.1.attention.o"
-    quantized, mine = dit.quantize(model, **small.calibration(model)), {shared, alone}
+    quantized, mine = dit.quantize(ideogram, **small.calibration(ideogram)), {shared, alone}
     for layer in mine:
         small.hold_int8(dit.module(quantized, layer), bits=16)
     own = dit.save(quantized, tmp_path / "own.safetensors", False)
-    assert "Other loaders refuse" not in caplog.text
+    assert not logged("Other loaders refuse")
     folded = dit.save(quantized, tmp_path / "folded.safetensors", True)
-    (warning,) = [r.getMessage() for r in caplog.records if "Other loaders refuse" in r.getMessage()]
+    (warning,) = logged("Other loaders refuse")
     assert "2 of its layers need 16-bit activations" in warning and "protected_in" in warning
     assert formats(dit, own) == {"int8_smoothquant", "int8_act16"}
     assert formats(dit, folded) == {"int8_tensorwise", "int8_act16"}
@@ -247,11 +234,7 @@ def test_what_cannot_be_folded_is_named_and_leaves_no_file(dit, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def warnings(caplog):
-    return [record for record in caplog.records if "LoRA on a folded INT8 file" in record.getMessage()]
-
-
-def test_a_lora_on_a_folded_file_warns(dit, tmp_path, caplog):
+def test_a_lora_on_a_folded_file_warns(dit, tmp_path, logged):
     """Its weights are in another basis than the LoRA's, which nobody could see in the image. What is made of it stays
     folded. Of a file with nothing to fold there is nothing to say."""
     rotated = dit.save(dit.quantize(dit.stock(), method="rotate"), tmp_path / "rotated.safetensors", fold=True)
@@ -261,12 +244,12 @@ def test_a_lora_on_a_folded_file_warns(dit, tmp_path, caplog):
         assert json.loads(file.metadata()["int8_dit_recipe"])["folded"] is True
     model = dit.load(path)
     dit.sample(model)
-    assert not warnings(caplog)
+    assert not logged("LoRA on a folded INT8 file")
     patched = dit.with_lora(model, dit.lora([dit.LAYER]))
     dit.sample(patched)
-    assert len(warnings(caplog)) == 1
+    assert len(logged("LoRA on a folded INT8 file")) == 1
     dit.save(patched, tmp_path / "baked.safetensors", fold=False)
-    assert len(warnings(caplog)) == 2
+    assert len(logged("LoRA on a folded INT8 file")) == 2
     again = dit.save(dit.quantize(model), tmp_path / "again.safetensors", fold=False)
     dit.sample(dit.with_lora(dit.load(again), dit.lora([dit.LAYER])))
-    assert len(warnings(caplog)) == 3
+    assert len(logged("LoRA on a folded INT8 file")) == 3

@@ -4,13 +4,7 @@ import pytest
 import torch
 
 CODES = "INT8 with 4-bit weights"
-
-
-@pytest.fixture(autouse=True)
-def all_may_have_codes(pack, monkeypatch):
-    """Of the glyph model, whose layers are small."""
-    for place in ("linears.stored_weights", "loading.load_plan"):
-        monkeypatch.setattr(f"int8_dit.nodes.{place}.SMALLEST_STORED", 0)
+pytestmark = pytest.mark.usefixtures("all_may_stay_stored")
 
 
 @pytest.fixture

@@ -23,17 +23,6 @@ def write(dit, files, tmp_path):
     return write
 
 
-def stored(model):
-    """The weights that stay in blocks, by layer."""
-    from int8_dit.nodes.files.holding import is_gguf
-
-    return {
-        name: module.weight
-        for name, module in model.model.diffusion_model.named_modules()
-        if is_gguf(getattr(module, "weight", None))
-    }
-
-
 def dequantized(dit, files, path):
     """The MODEL of ComfyUI's own loader, with the floats that a file's blocks stand for."""
     import comfy.sd
@@ -174,7 +163,7 @@ def test_a_file_in_two_formats_keeps_what_a_kernel_expands(dit, files, write):
     """As files in IQ4_XS have some layers in a K-quant."""
     path = write("mixed", choose=lambda key, shape: files.linears_in("Q8_0" if "attn" in key else "IQ4_NL")(key, shape))
     model = dit.load(path, memory="as stored")
-    kept = stored(model)
+    kept = dit.stored(model)
     assert kept and all("attn" in name for name in kept)
     assert set(dit.int8_weights(model)) == {name for name in dit.LINEARS if name not in kept}
     assert dit.relative_error(dit.output(model), dit.output(dequantized(dit, files, path))) < 2 * dit.int8_noise()
@@ -200,22 +189,6 @@ def test_reading_leaves_packed_what_gguf_decodes(write, decoded, kind):
         assert weight._qdata.dtype == torch.uint8
         assert weight._qdata.numpy().tobytes() == in_file[name].data.tobytes()
         assert torch.equal(weight.dequantize(), torch.from_numpy(decode(in_file[name].data, in_file[name].tensor_type)))
-
-
-def test_what_gguf_cannot_decode_is_refused_while_reading(tmp_path):
-    import gguf
-    import numpy as np
-
-    from int8_dit.nodes.files.reading.gguf_file import read_gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "sd3")
-    writer.add_tensor("a.weight", np.zeros((2, 292), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_K)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ValueError, match=r"a.weight is in the format Q8_K, which is not read; use a file in one of"):
-        read_gguf(str(tmp_path / "a.gguf"))
 
 
 @pytest.mark.parametrize("kernel", ("fused int8", "bf16"))
@@ -262,7 +235,9 @@ def test_blocks_run_fused_with_a_lora(dit, files, tmp_path, monkeypatch, partial
     tensors = source.model.diffusion_model.state_dict()
     path = files.write_gguf(tmp_path / "ideogram.gguf", tensors, files.linears_in("Q8_0"))
     model = dit.load(path, memory="as stored")
-    lora = adapters.lora({name: tensors[f"{name}.weight"] for name in stored(model) if name.startswith("layers.")}, 0.5)
+    lora = adapters.lora(
+        {name: tensors[f"{name}.weight"] for name in dit.stored(model) if name.startswith("layers.")}, 0.5
+    )
     expected = small_models.output(dit.with_lora(source, lora))
     assert dit.relative_error(small_models.output(model), expected) > 0.2
     patched = dit.with_lora(model, lora)
@@ -315,8 +290,8 @@ def test_what_is_too_sensitive_for_int8_computes_in_floats(dit, files, write):
     name = "joint_blocks.0.x_block.adaLN_modulation.1"
     ours = dit.module(dit.load(path, memory="as stored"), name)
     theirs = dit.module(dequantized(dit, files, path), name)
-    x = torch.randn(3, ours.in_features, generator=torch.Generator().manual_seed(0))
-    assert name in stored(dit.load(path, memory="as stored"))
+    x = dit.rows(ours, 3)
+    assert name in dit.stored(dit.load(path, memory="as stored"))
     with torch.inference_mode():
         torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
 

@@ -4,17 +4,17 @@ comfy-kitchen's own quantizer makes them where there is one. ComfyUI 0.33 knows 
 under it. An older one knows neither.
 """
 
-import json
 from functools import cache
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.file_formats import GROUPED, decoded, encoded, in_codes
+from support.file_formats import GROUPED, config_in, decoded, encoded, in_codes, in_metadata
 
 UNKNOWN = {"made_by": "a newer tool", "params": {"seed": 7}}
 BITS = (4, 6)
+pytestmark = pytest.mark.usefixtures("all_may_stay_stored")
 
 
 def kitchen():
@@ -24,18 +24,6 @@ def kitchen():
     except ImportError:
         return None
     return quantize_w4a8_int8_weight
-
-
-def knows_grouped():
-    from comfy.quant_ops import QUANT_ALGOS
-
-    return "asym_w4a8_int8" in QUANT_ALGOS and kitchen() is not None
-
-
-@pytest.fixture
-def needs_stock(pack):
-    if not knows_grouped():
-        pytest.skip("this ComfyUI does not know W4A8")
 
 
 def rotation_of(channels):
@@ -56,12 +44,6 @@ def parts_of(weight, bits):
     codes, s_rel, s_channel, _, codebook = quantize(weight, 16, rotation_of(weight.shape[1]), bits=bits)
     parts = {"": codes, "_s_rel": s_rel, "_s_channel": s_channel}
     return parts if codebook is None else {**parts, "_codebook": codebook}
-
-
-@pytest.fixture(autouse=True)
-def all_may_stay(pack, monkeypatch):
-    """Of the glyph model, whose layers are small."""
-    monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +82,12 @@ def load(dit, write):
 
 
 @pytest.fixture
-def stock(dit, write, needs_stock):
+def stock(dit, write):
     """The MODEL of ComfyUI's own loader."""
+    from comfy.quant_ops import QUANT_ALGOS
+
+    if "asym_w4a8_int8" not in QUANT_ALGOS or kitchen() is None:
+        pytest.skip("this ComfyUI does not know W4A8")
     return lambda bits: dit.stock(write(bits, "for stock", format="asym_w4a8_int8"))
 
 
@@ -130,7 +116,7 @@ def test_each_layer_is_as_near_to_its_floats_as_stock(dit, load, stock, bits):
     comfy.model_management.load_models_gpu(models)
     for layer in dit.LINEARS:
         first, *others = (dit.module(model, layer) for model in (floats, theirs, ours))
-        x = torch.randn(64, first.in_features, generator=torch.Generator().manual_seed(0))
+        x = dit.rows(first, 64)
         with torch.inference_mode():
             their_error, our_error = (dit.relative_error(other(x), first(x)) for other in others)
         assert our_error <= 1.001 * their_error
@@ -165,11 +151,10 @@ def test_codes_that_stay_do_not_go_to_the_card_to_be_loaded(dit, write, monkeypa
 def test_scales_as_plain_bytes_and_the_mark_in_the_metadata(dit, quantized, write, tmp_path, load):
     """As ComfyUI reads both."""
     tensors = quantized(4)
-    marks = {layer: json.loads(bytes(tensors.pop(f"{layer}.comfy_quant").tolist())) for layer in dit.LINEARS}
+    marks = {layer: config_in(tensors.pop(f"{layer}.comfy_quant")) for layer in dit.LINEARS}
     for layer in dit.LINEARS:
         tensors[f"{layer}.weight_s_rel"] = tensors[f"{layer}.weight_s_rel"].view(torch.uint8)
-    metadata = {"_quantization_metadata": json.dumps({"layers": marks})}
-    path = dit.write(tmp_path / "metadata.safetensors", tensors, metadata)
+    path = dit.write(tmp_path / "metadata.safetensors", tensors, in_metadata(marks))
     assert torch.equal(dit.output(dit.load(path, memory="as stored")), dit.output(load(4)))
 
 
@@ -184,7 +169,7 @@ def test_saved_as_stored_it_is_the_file_again(dit, quantized, load, tmp_path, bi
     assert saved.keys() == original.keys()
     for key, tensor in original.items():
         if key.endswith("comfy_quant"):
-            assert json.loads(bytes(saved[key].tolist())) == json.loads(bytes(tensor.tolist()))
+            assert config_in(saved[key]) == config_in(tensor)
         elif any(key.startswith(f"{layer}.weight") for layer in dit.LINEARS):
             assert saved[key].dtype == tensor.dtype and torch.equal(saved[key], tensor)
     assert torch.equal(dit.output(dit.load(path, memory="as stored")), dit.output(model))
@@ -194,7 +179,7 @@ def test_saved_as_stored_it_is_the_file_again(dit, quantized, load, tmp_path, bi
 def test_saved_as_int8_it_is_a_native_file_that_keeps_what_its_mark_said(dit, load, tmp_path, bits):
     model = load(bits, "INT8", **UNKNOWN)
     path = dit.save(model, tmp_path / "saved.safetensors")
-    mark = json.loads(bytes(load_file(path)[f"{dit.LAYER}.comfy_quant"].tolist()))
+    mark = config_in(load_file(path)[f"{dit.LAYER}.comfy_quant"])
     assert mark == {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64, **UNKNOWN}
     assert torch.equal(dit.output(dit.load(path, memory="as stored")), dit.output(model))
     assert dit.relative_error(dit.output(dit.stock(path)), dit.output(model)) < 0.1
@@ -211,24 +196,20 @@ def test_saved_with_a_lora_its_layers_are_int8(dit, quantized, load, lora, tmp_p
     assert set(dit.int8_weights(again)) == changed and set(dit.coded(again)) == set(dit.LINEARS) - changed
     assert dit.relative_error(dit.output(again), with_it(dit, quantized(bits), bits, some)) < 0.1
     layer = next(iter(changed))
-    saved = {key for key in load_file(path) if key.startswith(f"{layer}.weight")}
-    assert saved == {f"{layer}.weight", f"{layer}.weight_scale"}
-    assert json.loads(bytes(load_file(path)[f"{layer}.comfy_quant"].tolist()))["made_by"] == UNKNOWN["made_by"]
+    saved = load_file(path)
+    assert {key for key in saved if key.startswith(f"{layer}.weight")} == {f"{layer}.weight", f"{layer}.weight_scale"}
+    assert config_in(saved[f"{layer}.comfy_quant"])["made_by"] == UNKNOWN["made_by"]
 
 
 # Under ComfyUI's own loader
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_apply_computes_what_the_loader_computes(dit, stock, load, bits, monkeypatch):
-    from int8_dit.kernels import RepeatedLinear
-
-    calls, run = [], RepeatedLinear.multiply
-    monkeypatch.setattr(RepeatedLinear, "multiply", lambda *args: calls.append(1) or run(*args))
+def test_apply_computes_what_the_loader_computes(dit, stock, load, bits, multiplied):
     model = stock(bits)
     before = dit.output(model)
     assert torch.equal(dit.output(dit.apply(model)), dit.output(load(bits)))
-    assert len(calls) == 2 * len(dit.LINEARS)
+    assert len(multiplied) == 2 * len(dit.LINEARS)
     assert torch.equal(dit.output(model), before)
 
 
@@ -241,6 +222,6 @@ def test_apply_says_what_runs(dit, stock):
 
 def test_apply_under_a_lora_of_a_streamed_weight(dit, stock, quantized, lora):
     patched = dit.with_lora(dit.apply(stock(4)), lora)
-    patched.patch_model(device_to=patched.load_device, lowvram_model_memory=1)
+    dit.stream(patched)
     assert dit.module(patched, dit.LAYER).weight_function
     assert dit.relative_error(dit.forward(patched), with_it(dit, quantized(4), 4, lora)) < 0.1

@@ -6,10 +6,12 @@ A float function with their rules stands in for both.
 
 import logging
 import weakref
+from functools import partial
 
 import pytest
 import torch
 
+from support.attention_calls import OVERRIDE, overridden, random_qkv
 from support.pack import from_pack
 from support.tensors import relative_error
 
@@ -19,12 +21,6 @@ CPU = torch.device("cpu")
 NOTICE = "INT8 attention did not run"
 attention = from_pack("int8_dit.nodes.attention.attention_override")
 comfyui_attention = from_pack("comfy.ldm.modules.attention:attention_pytorch")
-
-
-@pytest.fixture
-def plain(of_today, monkeypatch):
-    """ComfyUI of today where PyTorch's attention was chosen: what it runs on a CPU asks for the free memory."""
-    monkeypatch.setattr(of_today, "optimized_attention", of_today.attention_pytorch)
 
 
 def contained(core, qkv):
@@ -52,13 +48,6 @@ class StandIn:
     @property
     def calls(self):
         return len(self.scales)
-
-
-class OldStandIn(StandIn):
-    """Of a comfy-kitchen whose INT8 attention takes no mask."""
-
-    def __call__(self, q, k, v, *, scale=None):
-        return super().__call__(q, k, v, scale=scale)
 
 
 HALVES = "prequantize_int8_attention", "int8_attention_from_prequantized"
@@ -102,13 +91,7 @@ def kernel(install, request):
 
 
 def tensors(kv_heads=HEADS, kv_tokens=TOKENS, by_head=False, dtype=torch.float32, width=WIDTH):
-    """q, k, v as models give them: [b, n, heads * width], or by head [b, heads, n, width]."""
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for heads, tokens in ((HEADS, TOKENS), (kv_heads, kv_tokens), (kv_heads, kv_tokens)):
-        tensor = torch.randn(BATCH, tokens, heads, width, generator=generator).to(dtype)
-        made.append(tensor.transpose(1, 2) if by_head else tensor.flatten(2))
-    return made
+    return random_qkv((HEADS, kv_heads), (TOKENS, kv_tokens), width, BATCH, dtype, by_head)
 
 
 def on_cpu(kernel, outer=None):
@@ -119,8 +102,7 @@ def on_cpu(kernel, outer=None):
     return AttentionOverride(ATTENTION_KINDS[kernel.kind], CPU, outer)
 
 
-def run(function, override, qkv, **keywords):
-    return function(*qkv, HEADS, transformer_options={"optimized_attention_override": override}, **keywords)
+run = partial(overridden, heads=HEADS)
 
 
 @pytest.mark.parametrize("kv_tokens", (TOKENS, 3))
@@ -190,15 +172,15 @@ def test_masked_calls_equal_comfyuis(comfyui_attention, kernel, by_head, mask, k
     actual = run(comfyui_attention, on_cpu(kernel), qkv, **options)
     torch.testing.assert_close(actual, expected)
     assert kernel.calls == 1
-    mask, called = options.pop("mask"), {"optimized_attention_override": on_cpu(kernel)}  # by its place
+    mask, called = options.pop("mask"), {OVERRIDE: on_cpu(kernel)}  # by its place
     torch.testing.assert_close(comfyui_attention(*qkv, HEADS, mask, transformer_options=called, **options), expected)
     assert kernel.calls == 2
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_comfy_kitchen_without_masks_gets_none(install, comfyui_attention, mask):
-    qkv, kernel = tensors(), OldStandIn()
-    install(kernel, KITCHEN)
+    qkv, kernel = tensors(), StandIn()
+    install(lambda q, k, v, *, scale=None: kernel(q, k, v, scale=scale), KITCHEN)
     actual = run(comfyui_attention, on_cpu(kernel), qkv, mask=MASKS[mask])
     assert torch.equal(actual, comfyui_attention(*qkv, HEADS, mask=MASKS[mask]))
     assert kernel.calls == 0
@@ -250,7 +232,9 @@ def test_an_override_that_was_there_still_acts(comfyui_attention, kernel):
 @pytest.mark.parametrize("in_containers", (False, True), ids=("tensors", "containers"))
 @pytest.mark.parametrize("fits", (True, False), ids=("fits", "misfit"))
 @pytest.mark.parametrize("kind", (INT8, KITCHEN))
-def test_compiles_into_one_graph(attention, install, of_today, plain, kind, fits, in_containers):
+def test_compiles_into_one_graph(attention, install, of_today, monkeypatch, kind, fits, in_containers):
+    # What ComfyUI runs on a CPU asks for the free memory.
+    monkeypatch.setattr(of_today, "optimized_attention", of_today.attention_pytorch)
     calls = []
 
     @torch.library.custom_op("int8_dit_tests::attention", mutates_args=())
@@ -263,16 +247,12 @@ def test_compiles_into_one_graph(attention, install, of_today, plain, kind, fits
     install(lambda q, k, v, *, scale=None: op(q, k, v, scale), kind)
     core, qkv, attend = of_today, tensors(), on_cpu(kernel)
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda *qkv: run(
-            core.attention_pytorch,
-            attend,
-            contained(core, qkv) if in_containers else qkv,
-            low_precision_attention=fits,
-        ),
-        backend="aot_eager",
-        fullgraph=True,
-    )
+
+    def call(*qkv):
+        given = contained(core, qkv) if in_containers else qkv
+        return run(core.attention_pytorch, attend, given, low_precision_attention=fits)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     seen = set()
     tokens = attention._notes.set(seen), attention._first_steps.set(True)  # the same in each step
     for _ in range(2):
@@ -381,7 +361,7 @@ def test_a_sampling_runs_it_or_says_why_not(dit, load, kernel, warnings, monkeyp
     dit.sample(model.clone())
     assert kernel.calls == 6
     bypassed = load(attention=kernel.kind)
-    bypassed.model_options["transformer_options"]["optimized_attention_override"] = lambda func, *a, **k: func(*a, **k)
+    bypassed.model_options["transformer_options"][OVERRIDE] = lambda func, *a, **k: func(*a, **k)
     dit.sample(bypassed)
     monkeypatch.setattr("int8_dit.nodes.attention.attention_kinds._WIDEST_HEAD", 8)
     dit.sample(load(attention=kernel.kind))
@@ -441,7 +421,7 @@ def test_which_calls_are_of_the_first_steps(attention):
 
 
 def test_old_workflows_have_comfyuis_attention(dit, load, attention):
-    assert "optimized_attention_override" not in load().model_options["transformer_options"]
+    assert OVERRIDE not in load().model_options["transformer_options"]
     assert dit.described(load("conditional", "none")) == "as ComfyUI"
 
 
@@ -449,13 +429,14 @@ def test_the_latest_int8_attention_counts_and_no_other_choice_undoes_it(dit, loa
     kernels = {kind: StandIn(kind) for kind in (INT8, KITCHEN)}
     for kind, kernel in kernels.items():
         install(kernel, kind)
-    model, names = load(attention=INT8), ("transformer_options", "optimized_attention_override")
+    model = load(attention=INT8)
+    options = model.model_options["transformer_options"]
     for kind in (KITCHEN, INT8):
         attention.set_attention(model, kind)
-        override = model.model_options[names[0]][names[1]]
+        override = options[OVERRIDE]
         for choice in (kind, "as ComfyUI", "auto"):
             attention.set_attention(model, choice)
-        assert model.model_options[names[0]][names[1]] is override and override.outer is None
+        assert model.model_options["transformer_options"][OVERRIDE] is override and override.outer is None
         dit.sample(model)
     assert [kernel.calls for kernel in kernels.values()] == [3, 3]
 

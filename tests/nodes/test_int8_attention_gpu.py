@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from support.attention_calls import overridden, random_qkv
 from support.tensors import relative_error
 
 if not torch.cuda.is_available():
@@ -35,12 +36,7 @@ def override(pack, request):
 
 
 def tensors(batch, kv_heads, queries, keys, width, dtype, by_head):
-    generator = torch.Generator(GPU).manual_seed(0)
-    made = []
-    for heads, tokens in ((HEADS, queries), (kv_heads, keys), (kv_heads, keys)):
-        tensor = torch.randn(batch, tokens, heads, width, generator=generator, device=GPU).to(dtype)
-        made.append(tensor.transpose(1, 2) if by_head else tensor.flatten(2))
-    return made
+    return random_qkv((HEADS, kv_heads), (queries, keys), width, batch, dtype, by_head, GPU)
 
 
 def both(override, qkv, **options):
@@ -51,10 +47,9 @@ def both(override, qkv, **options):
 
     notes = set()
     token = attention._notes.set(notes)
-    chosen = {"optimized_attention_override": override}
     with torch.inference_mode():
         expected = attention_pytorch(*qkv, HEADS, **options)
-        actual = attention_pytorch(*qkv, HEADS, transformer_options=chosen, **options)
+        actual = overridden(attention_pytorch, override, qkv, HEADS, **options)
     attention._notes.reset(token)
     assert notes == {None}
     return expected, actual
@@ -107,8 +102,7 @@ def test_containers_get_the_same(override):
         held = [core.AttentionTensorContainer(tensor) for tensor in qkv]
         options = {"skip_reshape": True, "enable_gqa": True}
         expected = core.attention_pytorch(*qkv, HEADS, **options)
-        chosen = {"optimized_attention_override": override}
-        actual = core.attention_pytorch(*held, HEADS, transformer_options=chosen, **options)
+        actual = overridden(core.attention_pytorch, override, held, HEADS, **options)
     assert 0 < relative_error(actual.float(), expected.float()) < 0.05
 
 
@@ -126,8 +120,7 @@ def test_the_fastest_exact_way_is_exact(pack, shape, masked):
     options = {"skip_reshape": True, "enable_gqa": kv_heads != HEADS}
     if masked:
         options["mask"] = padded(batch, queries, keys, dtype=torch.bfloat16)
-    chosen = {"optimized_attention_override": AttentionOverride(ATTENTION_KINDS["auto"], GPU)}
     with torch.inference_mode():
         expected = attention_pytorch(*qkv, HEADS, **options)
-        actual = attention_pytorch(*qkv, HEADS, transformer_options=chosen, **options)
+        actual = overridden(attention_pytorch, AttentionOverride(ATTENTION_KINDS["auto"], GPU), qkv, HEADS, **options)
     assert relative_error(actual.float(), expected.float()) < 0.01

@@ -1,7 +1,6 @@
 """Load INT8 DiT: every kind of file it reads, what becomes INT8, and what the kernel widget does on a CPU."""
 
 import gc
-import json
 import os
 import threading
 import uuid
@@ -10,11 +9,8 @@ from time import sleep
 import pytest
 import torch
 
-from support.file_formats import FORMATS, encoded, fp8_scaled
-from support.pack import from_pack
+from support.file_formats import config_in, encoded, fp8_scaled, in_metadata
 from support.tensors import DEVICE
-
-gguf_files = from_pack("support.gguf_files")
 
 NATIVE = {
     "scalar scale": {"per_channel": False},
@@ -30,7 +26,7 @@ def test_linears_of_native_files_against_stock_comfyui(dit, tmp_path, options):
     assert set(dit.int8_weights(model)) == set(dit.LINEARS)
     for layer in dit.LINEARS:
         ours, theirs = dit.module(model, layer), dit.module(stock, layer)
-        x = torch.randn(16, ours.in_features, generator=torch.Generator().manual_seed(0))
+        x = dit.rows(ours, 16)
         # One rule, but rotated values come out of another float32 order: a few of them, on a rounding boundary, land
         # one int8 step aside. INT8's own noise is 7e-3, and a rotation missed on one side is over 1.
         assert dit.relative_error(ours(x), theirs(x)) < 1e-3, layer
@@ -60,24 +56,14 @@ def test_prefix_and_marks_in_the_metadata(dit, tmp_path, prefix, named_with, gro
     """Beside a text encoder in the same file, if the model has a prefix. Both may be named otherwise."""
     native = dit.native_int8(rotation_group=group)
     expected = dit.output(dit.load(dit.write(tmp_path / "plain.safetensors", native)))
-    marks = {layer: json.loads(bytes(native.pop(f"{layer}.comfy_quant").tolist())) for layer in dit.LINEARS}
+    marks = {layer: config_in(native.pop(f"{layer}.comfy_quant")) for layer in dit.LINEARS}
     whole = {f"{prefix}{key}": tensor for key, tensor in native.items()}
     layers = {f"{named_with}{layer}": mark for layer, mark in marks.items()}
     if prefix:
         whole["text_encoders.t5.layer.weight"] = torch.zeros(8, 8, dtype=torch.int8)
         layers["text_encoders.t5.layer"] = {"format": "int8_tensorwise"}
-    metadata = {"_quantization_metadata": json.dumps({"layers": layers})}
-    assert torch.equal(dit.output(dit.load(dit.write(tmp_path / "m.safetensors", whole, metadata))), expected)
-
-
-def test_marks_in_the_metadata_of_no_layer_of_the_file(dit, tmp_path):
-    """Without them a rotated weight would be read as one that is not."""
-    native = dit.native_int8(rotation_group=64)
-    marks = {f"unet/{layer}": json.loads(bytes(native.pop(f"{layer}.comfy_quant").tolist())) for layer in dit.LINEARS}
-    metadata = {"_quantization_metadata": json.dumps({"layers": marks})}
-    whole = {f"model.diffusion_model.{key}": tensor for key, tensor in native.items()}
-    with pytest.raises(ValueError, match=r"m\.safetensors: .*weight is INT8, and of no layer that the metadata entry"):
-        dit.load(dit.write(tmp_path / "m.safetensors", whole, metadata))
+    path = dit.write(tmp_path / "m.safetensors", whole, in_metadata(layers))
+    assert torch.equal(dit.output(dit.load(path)), expected)
 
 
 def test_rotation_options_under_params(dit, expected, tmp_path):
@@ -92,16 +78,7 @@ def test_rotation_options_under_params(dit, expected, tmp_path):
     assert not torch.equal(result, expected)
 
 
-def fallback_warnings(caplog):
-    return [record.getMessage() for record in caplog.records if "INT8 DiT runs in" in record.getMessage()]
-
-
-def dequantized_file(dit, native, path):
-    """A float file with the weights that a native INT8 file stands for."""
-    plain = {key: t for key, t in native.items() if not key.endswith((".comfy_quant", ".weight_scale"))}
-    for layer in dit.LINEARS:
-        plain[f"{layer}.weight"] = native[f"{layer}.weight"].float() * native[f"{layer}.weight_scale"]
-    return dit.write(path, plain)
+RUNS = "INT8 DiT runs in"
 
 
 @pytest.fixture(params=(True, False), ids=("fits", "does not fit"))
@@ -122,25 +99,28 @@ def in_bf16(request, dit, native, tmp_path, monkeypatch):
 
 
 def test_auto_without_gpu_computes_with_dequantized_weights(dit, native, in_bf16, tmp_path):
-    plain = dit.stock(dequantized_file(dit, native, tmp_path / "plain.safetensors"))
-    torch.testing.assert_close(dit.output(in_bf16), dit.output(plain), rtol=0, atol=1e-5)  # float32 rounding
+    """Those that a native INT8 file stands for."""
+    plain = {key: t for key, t in native.items() if not key.endswith((".comfy_quant", ".weight_scale"))}
+    plain |= {f"{n}.weight": native[f"{n}.weight"].float() * native[f"{n}.weight_scale"] for n in dit.LINEARS}
+    stock = dit.stock(dit.write(tmp_path / "plain.safetensors", plain))
+    torch.testing.assert_close(dit.output(in_bf16), dit.output(stock), rtol=0, atol=1e-5)  # float32 rounding
 
 
-def test_auto_without_gpu_warns_once_per_run(dit, in_bf16, caplog):
+def test_auto_without_gpu_warns_once_per_run(dit, in_bf16, caplog, logged):
     from comfy_execution.utils import CurrentNodeContext
 
-    assert not fallback_warnings(caplog)
+    assert not logged(RUNS)
     for _ in range(2):
         prompt = str(uuid.uuid4())  # as the server makes them: what was said of a prompt is remembered by its name
         for node in ("1", "2"):
             with CurrentNodeContext(prompt, node):
                 dit.sample(in_bf16)
-        (warning,) = fallback_warnings(caplog)
+        (warning,) = logged(RUNS)
         assert "cpu" in warning and "fused int8" in warning  # which device, and what overrides it
         caplog.clear()
 
 
-def test_auto_says_before_it_loads_that_the_model_cannot_be_saved(dit, native, tmp_path, monkeypatch, caplog):
+def test_auto_says_before_it_loads_that_the_model_cannot_be_saved(dit, native, tmp_path, monkeypatch, caplog, logged):
     """And the sampling that follows in the same run does not say it again."""
     from comfy_execution.utils import CurrentNodeContext
 
@@ -148,24 +128,24 @@ def test_auto_says_before_it_loads_that_the_model_cannot_be_saved(dit, native, t
     with monkeypatch.context() as patched, pytest.raises(ValueError, match="division by zero"):
         patched.setattr("int8_dit.nodes.loading.load.build_model", lambda *_: 1 / 0)
         dit.load(path, "auto")
-    (warning,) = fallback_warnings(caplog)
+    (warning,) = logged(RUNS)
     assert warning.endswith("This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it.")
 
     caplog.clear()
     with CurrentNodeContext(str(uuid.uuid4()), "1"):
         model = dit.load(path, "auto")
         dit.sample(model)
-    assert fallback_warnings(caplog) == [warning]
+    assert logged(RUNS) == [warning]
     with pytest.raises(ValueError, match="holds no INT8 weights"):
         dit.save(model, tmp_path / "again.safetensors")
 
 
-def test_auto_does_not_say_so_where_int8_weights_are_kept(dit, native, tmp_path, monkeypatch, caplog):
+def test_auto_does_not_say_so_where_int8_weights_are_kept(dit, native, tmp_path, monkeypatch, logged):
     import comfy.model_management
 
     monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *args, **kwargs: 0)
     model = dit.load(dit.write(tmp_path / "native.safetensors", native), "auto")
-    assert not fallback_warnings(caplog)
+    assert not logged(RUNS)
     assert dit.save(model, tmp_path / "again.safetensors")
 
 
@@ -175,7 +155,7 @@ def test_fp8_layers_compute_as_in_the_stock_loader(dit, tmp_path, kernel):
     layer = "joint_blocks.0.x_block.adaLN_modulation.1"  # one that the pack leaves as it is
     path = dit.write(tmp_path / "fp8.safetensors", fp8_scaled(dit.tensors(), [layer]))
     ours, stock = (dit.module(model, layer) for model in (dit.load(path, kernel), dit.stock(path)))
-    x = torch.randn(4, ours.in_features, generator=torch.Generator().manual_seed(0))
+    x = dit.rows(ours, 4)
     x[:, 5] *= 1000
     assert torch.equal(ours(x), stock(x))
 
@@ -186,10 +166,10 @@ def test_unknown_kernel(dit):
 
 
 @pytest.mark.parametrize("kernel", ("fused int8", "bf16"))
-def test_a_chosen_kernel_is_obeyed_without_a_warning(dit, caplog, kernel):
+def test_a_chosen_kernel_is_obeyed_without_a_warning(dit, logged, kernel):
     model = dit.load(kernel=kernel)
     dit.sample(model)
-    assert not fallback_warnings(caplog)
+    assert not logged(RUNS)
     if kernel == "bf16":
         assert not dit.int8_weights(model) and torch.equal(dit.output(model), dit.output(dit.stock()))
 
@@ -303,15 +283,11 @@ def test_what_goes_wrong_beside_the_caller_is_raised(beside, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", ("fused int8", "auto"))
-@pytest.mark.parametrize("kind", ("floats", "GGUF", "W4A8"))
-def test_a_model_is_whole_though_weights_come_beside(dit, gguf_files, tmp_path, beside, monkeypatch, kind, kernel):
+@pytest.mark.parametrize("kind", ("floats", "Q8_0", "W4A8"))
+def test_a_model_is_whole_though_weights_come_beside(dit, tmp_path, beside, monkeypatch, kind, kernel):
     """With weights that no linear holds, and with floats of W4A8's."""
-    if kind == "GGUF":
-        path = gguf_files.write_gguf(tmp_path / "model.gguf", dit.tensors(), gguf_files.linears_in("Q8_0"))
-    else:
-        tensors = dit.tensors() if kind == "floats" else FORMATS["W4A8"](dit.tensors(), dit.LINEARS).tensors
-        path = dit.write(tmp_path / "model.safetensors", tensors)
-    loaded = values_of(dit.load(path, kernel=kernel))
+    path = dit.write_as(tmp_path, kind)
+    loaded = dit.snapshot(dit.load(path, kernel=kernel))
     assert beside or (kind, kernel) == ("floats", "auto")
     gc.collect()
     for thread in threading.enumerate():
@@ -319,9 +295,4 @@ def test_a_model_is_whole_though_weights_come_beside(dit, gguf_files, tmp_path, 
             thread.join(60)
             assert not thread.is_alive()
     monkeypatch.undo()
-    expected = values_of(dit.load(path, kernel=kernel))
-    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
-
-
-def values_of(model):
-    return {name: tensor.clone() for name, tensor in model.model.diffusion_model.state_dict().items()}
+    dit.assert_same_tensors(loaded, dit.snapshot(dit.load(path, kernel=kernel)))

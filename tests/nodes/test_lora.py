@@ -15,12 +15,6 @@ def expected(dit, lora):
     return patched
 
 
-def load_partially(model):
-    """Load as ComfyUI does on a card without memory for the weights: each is patched when it is used."""
-    model.patch_model(device_to=model.load_device, lowvram_model_memory=1)
-    assert model.model.model_lowvram
-
-
 ACT16 = {"protected_in": "INT8 with 16-bit activations"}
 MODELS = {
     "smoothed": lambda dit, path: dit.quantize(dit.stock(), calibration=dit.recorded()),
@@ -43,18 +37,20 @@ def held(dit, model):
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_loaded_and_partially_loaded(dit, lora, expected, tmp_path, make):
     model = make(dit, tmp_path / "model.safetensors")
-    plain, before = dit.output(model), held(dit, model)
+    plain, before, tensors = dit.output(model), held(dit, model), dit.snapshot(model)
     patched = dit.with_lora(model, lora)
     assert dit.relative_error(dit.output(patched), expected) < NOISE
     assert held(dit, patched) == before
     patched.detach()
-    load_partially(patched)
+    dit.stream(patched)
     assert dit.module(patched, dit.LAYER).weight_function  # ComfyUI's LowVramPatch
     assert dit.relative_error(dit.forward(patched), expected) < NOISE
     assert held(dit, patched) == before
     patched.detach()
-    load_partially(model)
+    dit.stream(model)
     assert torch.equal(dit.forward(model), plain)
+    model.detach()
+    dit.assert_same_tensors(dit.snapshot(model), tensors)
 
 
 def test_patched_weights_are_the_merged_ones_within_a_step(dit, smoothed, lora):
@@ -63,11 +59,10 @@ def test_patched_weights_are_the_merged_ones_within_a_step(dit, smoothed, lora):
     smooth = {layer: weight._params.smooth.clone() for layer, weight in dit.int8_weights(smoothed).items()}
     dit.output(patched)
     for layer, weight in dit.int8_weights(patched).items():
-        up, down = (lora[f"diffusion_model.{layer}.lora_{end}.weight"] for end in ("up", "down"))
         assert torch.equal(weight._params.smooth, smooth[layer])
         # ComfyUI rounds patched weights stochastically, up to a whole step.
         step = weight._params.scale / smooth[layer]
-        assert ((weight.dequantize() - originals[layer] - up @ down).abs() <= step * (1 + 1e-4)).all()
+        assert ((weight.dequantize() - originals[layer] - dit.delta(lora, layer)).abs() <= step * (1 + 1e-4)).all()
 
 
 def test_partially_loaded_on_a_layer_in_floats(dit):
@@ -77,7 +72,7 @@ def test_partially_loaded_on_a_layer_in_floats(dit):
     expected = dit.output(dit.with_lora(dit.stock(), lora))
     assert dit.relative_error(expected, dit.output(dit.stock())) > 2 * NOISE
     patched = dit.with_lora(dit.load(), lora)
-    load_partially(patched)
+    dit.stream(patched)
     assert dit.module(patched, layer).weight_function
     assert dit.relative_error(dit.forward(patched), expected) < NOISE
 
@@ -86,32 +81,28 @@ def test_partially_loaded_a_lora_costs_no_second_rounding(dit, smoothed, lora):
     """It is added to the output, as strong as the user wants it; the weight stays as it is stored."""
     patched, expected = (dit.with_lora(model, lora, 0.75) for model in (smoothed, dit.stock()))
     expected = dit.output(expected)
-    load_partially(patched)
+    dit.stream(patched)
     streamed = dit.forward(patched)
     layer = dit.module(patched, dit.LAYER)
-    x = torch.randn(2, 5, layer.in_features, generator=torch.Generator().manual_seed(0))
-    up, down = (lora[f"diffusion_model.{dit.LAYER}.lora_{end}.weight"] for end in ("up", "down"))
+    x = dit.rows(layer, 2, 5)
     with torch.inference_mode():
         with_it = layer(x)
         layer.weight_function, functions = [], layer.weight_function
         without = layer(x)
         layer.weight_function = functions
-    torch.testing.assert_close(with_it, without + 0.75 * x @ (up @ down).t(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(with_it, without + 0.75 * x @ dit.delta(lora, dit.LAYER).t(), rtol=1e-4, atol=1e-4)
     dit.output(patched)
     assert dit.relative_error(streamed, expected) < NOISE
 
 
 def test_partially_loaded_with_another_kind_of_patch(dit, smoothed, lora):
     """A merged difference becomes part of an INT8 weight."""
-    patches = {}
-    for layer in dit.LINEARS:
-        up, down = (lora[f"diffusion_model.{layer}.lora_{end}.weight"] for end in ("up", "down"))
-        patches[f"diffusion_model.{layer}.weight"] = (up @ down,)
+    patches = {f"diffusion_model.{layer}.weight": (dit.delta(lora, layer),) for layer in dit.LINEARS}
     expected = dit.stock()
     expected.add_patches(patches)
     patched = smoothed.clone()
     patched.add_patches(patches)
-    load_partially(patched)
+    dit.stream(patched)
     assert dit.relative_error(dit.forward(patched), dit.output(expected)) < NOISE
 
 
@@ -142,18 +133,8 @@ def test_computing_on_after_being_unloaded(dit, smoothed, lora, expected):
 def test_a_weight_function_is_applied_to_the_original_weight(dit, smoothed):
     """Other patchers attach such functions too; doubling the weight doubles the product, whatever its basis."""
     layer = dit.module(smoothed, dit.LAYER)
-    x = torch.randn(8, layer.in_features, generator=torch.Generator().manual_seed(0))
+    x = dit.rows(layer, 8)
     product = layer(x) - layer.bias
     layer.weight_function = [lambda weight: weight * 2]
     # The doubled weight is rounded once more, in the same steps.
     assert dit.relative_error(layer(x) - layer.bias, 2 * product) < 1e-2
-
-
-def test_removing_it_restores_the_weights(dit, smoothed, lora):
-    with dit.untouched(smoothed):
-        patched = dit.with_lora(smoothed, lora)
-        dit.output(patched)
-        patched.detach()
-        load_partially(patched)
-        dit.forward(patched)
-        patched.detach()

@@ -31,18 +31,7 @@ MERGES = {
 @pytest.fixture
 def load_stored(dit, tmp_path):
     """A MODEL whose weights stay in blocks of GGUF, or as W4A8."""
-    from support import gguf_files
-    from support.file_formats import FORMATS
-
-    def load(kind="Q8_0", tensors=None):
-        tensors = tensors or dit.tensors()
-        if kind == "W4A8":
-            path = dit.write(tmp_path / "model.safetensors", FORMATS[kind](tensors, dit.LINEARS).tensors)
-        else:
-            path = gguf_files.write_gguf(tmp_path / "model.gguf", tensors, gguf_files.linears_in(kind))
-        return dit.load(path, memory="as stored")
-
-    return load
+    return lambda kind="Q8_0", tensors=None: dit.load(dit.write_as(tmp_path, kind, tensors), memory="as stored")
 
 
 @pytest.fixture
@@ -203,8 +192,7 @@ def test_a_hook_is_not_rounded_to_blocks(dit, load_stored, monkeypatch, kind, la
 
     with mode():
         model, lora = load_stored(kind), dit.lora([layer], 0.02)
-    module, name = dit.module(model, layer), f"diffusion_model.{layer}.lora_{{}}.weight"
-    change = lora[name.format("up")] @ lora[name.format("down")]
+    module, change = dit.module(model, layer), dit.delta(lora, layer)
     before, kept, patch_hooks = module.weight.dequantize().clone(), [], ModelPatcher.patch_hooks
 
     def look(patcher, hooks):

@@ -25,6 +25,12 @@ def smoothed(dit):
 
 
 @pytest.fixture
+def in_16_bits(dit):
+    """A MODEL with smoothed INT8 layers, of which three have 16-bit activations."""
+    return dit.quantize(dit.stock(), 3, calibration=dit.recorded(), protected_in="INT8 with 16-bit activations")
+
+
+@pytest.fixture
 def plain(dit):
     """A MODEL with INT8 layers and no smoothing."""
     return dit.load()
@@ -46,7 +52,7 @@ def files(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("kind", ("smoothed", "plain"))
+@pytest.mark.parametrize("kind", ("smoothed", "in_16_bits", "plain"))
 def test_a_saved_model_comes_back_bit_equal(dit, request, save, kind):
     model = request.getfixturevalue(kind)
     bias = dit.module(model, dit.LAYER).bias
@@ -162,24 +168,22 @@ def test_a_workflow_s_entries_overwrite_none_that_a_loader_reads(dit, request, s
     assert torch.equal(dit.output(dit.load(path)), dit.output(model))
 
 
-def load_partially(model):
-    model.patch_model(device_to=model.load_device, lowvram_model_memory=1)
-
-
 LOAD = {
-    "not loaded": lambda model: None,
-    "loaded": lambda model: model.patch_model(),
-    "partially loaded": load_partially,
+    "not loaded": lambda dit, model: None,
+    "loaded": lambda dit, model: model.patch_model(),
+    "partially loaded": lambda dit, model: dit.stream(model),
 }
 
 
+@pytest.mark.parametrize("kind", ("smoothed", "in_16_bits"))
 @pytest.mark.parametrize("load", LOAD.values(), ids=LOAD)
-def test_a_lora_is_baked_in(dit, smoothed, save, load):
+def test_a_lora_is_baked_in(dit, request, save, load, kind):
     """Into INT8 layers, the protected ones and the modulation, wherever ComfyUI has the patches at that time."""
-    before = dit.output(smoothed)
-    patched = dit.with_lora(smoothed, dit.lora([*dit.LINEARS, "joint_blocks.0.x_block.adaLN_modulation.1"], scale=0.2))
-    smoothed.detach()
-    load(patched)
+    model = request.getfixturevalue(kind)
+    before = dit.output(model)
+    patched = dit.with_lora(model, dit.lora([*dit.LINEARS, "joint_blocks.0.x_block.adaLN_modulation.1"], scale=0.2))
+    model.detach()
+    load(dit, patched)
     saved = dit.output(dit.load(save(patched)))
     patched.detach()
     assert dit.relative_error(saved, before) > 0.1

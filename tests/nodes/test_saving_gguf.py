@@ -135,9 +135,8 @@ def test_a_lora_is_baked_in(dit, save):
     lora = dit.lora(layers, scale=0.5)
     patched, before = read(save(dit.with_lora(model, lora))), read(save(model))
     for layer in layers:
-        delta = lora[f"diffusion_model.{layer}.lora_up.weight"] @ lora[f"diffusion_model.{layer}.lora_down.weight"]
         got = patched[f"{layer}.weight"][1] - before[f"{layer}.weight"][1]
-        assert dit.relative_error(got, delta.float()) < 0.1, layer
+        assert dit.relative_error(got, dit.delta(lora, layer).float()) < 0.1, layer
 
 
 @pytest.fixture
@@ -151,11 +150,9 @@ def raw(path):
     return {tensor.name: tensor.data.tobytes() for tensor in gguf.GGUFReader(path).tensors}
 
 
-def test_blocks_that_a_model_holds_are_written_as_they_are(as_stored, save):
-    from int8_dit.nodes.files.holding import is_gguf
-
+def test_blocks_that_a_model_holds_are_written_as_they_are(dit, as_stored, save):
     model, path = as_stored
-    held = [name for name, part in model.model.diffusion_model.named_modules() if is_gguf(getattr(part, "weight", 0))]
+    held = list(dit.stored(model))
     before, after = raw(path), raw(save(model, "Q4_K"))
     assert len(held) > 5
     assert [name for name in held if before[f"{name}.weight"] != after[f"{name}.weight"]] == []
@@ -170,9 +167,8 @@ def test_a_lora_on_stored_blocks_is_baked_in(dit, as_stored, save):
     lora = dit.lora([layer], scale=0.5)
     patched = dit.with_lora(model, lora)
     dit.output(patched)
-    delta = lora[f"diffusion_model.{layer}.lora_up.weight"] @ lora[f"diffusion_model.{layer}.lora_down.weight"]
     got = read(save(patched, "Q8_0"))[f"{layer}.weight"][1] - read(path)[f"{layer}.weight"][1]
-    assert dit.relative_error(got, delta.float()) < 0.1
+    assert dit.relative_error(got, dit.delta(lora, layer).float()) < 0.1
     assert raw(save(model, "Q4_K"))[f"{layer}.weight"] == raw(path)[f"{layer}.weight"]
 
 
@@ -180,29 +176,21 @@ K_QUANT = "joint_blocks.1.x_block.mlp.fc2"  # the two that K-quants divide
 OTHER_K_QUANT = "joint_blocks.0.x_block.mlp.fc2"
 
 
-@pytest.fixture
-def said(pack, monkeypatch):
-    """What is warned of, in the words of notices.warn."""
-    said = []
-    monkeypatch.setattr("int8_dit.nodes.host.notices.warn", lambda *words: said.append(words))
-    return said
-
-
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
-def test_a_lora_on_rounded_weights_is_warned_of_once(dit, save, said, memory):
+def test_a_lora_on_rounded_weights_is_warned_of_once(dit, save, warned, memory):
     """However many layers it changes, and whether their blocks are still there."""
     model = dit.with_lora(dit.load(save(dit.stock(), "Q4_K"), memory=memory), dit.lora([K_QUANT, OTHER_K_QUANT]))
-    assert not said
+    assert not warned
     save(model, "Q4_K")
-    ((reason, summary, detail, advice),) = said
+    ((reason, summary, detail, advice),) = warned
     assert reason == "gguf-lora" and summary == "Save GGUF may lose a LoRA"
     assert "rounded to Q4_K before" in detail and "Save as Q8_0" in advice and "16-bit" in advice
     save(model, "Q6_K")
-    assert len(said) == 2
+    assert len(warned) == 2
 
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
-def test_a_lora_that_is_kept_is_not_warned_of(dit, save, said, memory):
+def test_a_lora_that_is_kept_is_not_warned_of(dit, save, warned, memory):
     """There is none; it goes into Q8_0, also as the layer's width wants it; the weights are 16-bit, or in finer blocks
     than those that they are saved in."""
     lora, in_q8_0 = dit.lora([K_QUANT]), dit.lora(["joint_blocks.1.x_block.attn.qkv"])
@@ -214,7 +202,7 @@ def test_a_lora_that_is_kept_is_not_warned_of(dit, save, said, memory):
     save(dit.with_lora(dit.load(memory=memory), lora), "Q4_K")
     for finer in ("Q8_0", "Q6_K"):
         save(dit.with_lora(dit.load(save(dit.stock(), finer), memory=memory), lora), "Q4_K")
-    assert not said
+    assert not warned
 
 
 def test_values_that_half_precision_does_not_hold_stay_float32(dit, save, tmp_path):
@@ -292,7 +280,7 @@ NAMED = {
 }
 
 
-def test_architectures_are_named_as_comfyui_gguf_names_them(said):
+def test_architectures_are_named_as_comfyui_gguf_names_them(warned):
     import comfy.supported_models
 
     from int8_dit.nodes.saving.save import architecture_name
@@ -301,10 +289,10 @@ def test_architectures_are_named_as_comfyui_gguf_names_them(said):
         kind = getattr(comfy.supported_models, ARCHITECTURES[name].kind)
         config = kind({**kind.unet_config, **ARCHITECTURES[name].sizes})
         assert architecture_name(SimpleNamespace(model_config=config)) == architecture
-    assert not said
+    assert not warned
     kind = comfy.supported_models.PixArtSigma
     assert architecture_name(SimpleNamespace(model_config=kind(kind.unet_config))) == "pixart_sigma"
-    ((reason, summary, detail),) = said
+    ((reason, summary, detail),) = warned
     assert reason == "gguf-architecture" and "may refuse" in summary and "'pixart_sigma'" in detail
 
 

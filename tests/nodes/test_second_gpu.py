@@ -38,29 +38,34 @@ def second_card(pack, monkeypatch):
     device._kind.cache_clear()
 
 
-def fallbacks(model, caplog):
-    """What the user is told when a sampling begins; nothing is sampled."""
-    caplog.clear()
-    model.pre_run()
-    return [record.getMessage() for record in caplog.records if "INT8 DiT runs in" in record.getMessage()]
+@pytest.fixture
+def fallbacks(caplog, logged):
+    """What the user is told when a sampling of a MODEL begins; nothing is sampled."""
+
+    def begin(model):
+        caplog.clear()
+        model.pre_run()
+        return logged("INT8 DiT runs in")
+
+    return begin
 
 
-def test_auto_decides_by_the_card_that_computes(dit, second_card, caplog):
+def test_auto_decides_by_the_card_that_computes(dit, second_card, fallbacks):
     second_card("NVIDIA GeForce RTX 3090", (8, 6))
     model = dit.load(kernel="auto")
     assert not dit.int8_weights(model)  # the default device computes in bf16, and has memory for it
-    (warning,) = fallbacks(model, caplog)
+    (warning,) = fallbacks(model)
     assert "cpu" in warning
     moved = model.deepclone_multigpu(SECOND)
     assert set(dit.int8_weights(moved)) == set(dit.LINEARS)
-    assert not fallbacks(moved, caplog)
+    assert not fallbacks(moved)
 
 
-def test_the_warning_names_the_card_that_computes(dit, second_card, caplog):
+def test_the_warning_names_the_card_that_computes(dit, second_card, fallbacks):
     second_card("NVIDIA GeForce RTX 4090", (8, 9))
     moved = dit.load(kernel="auto").deepclone_multigpu(SECOND)
     assert not dit.int8_weights(moved)
-    (warning,) = fallbacks(moved, caplog)
+    (warning,) = fallbacks(moved)
     assert "RTX 4090" in warning and "cpu" not in warning
 
 
@@ -78,11 +83,11 @@ def test_a_card_that_cannot_do_what_was_chosen_is_refused_before_it_samples(dit,
         moved.pre_run()
 
 
-def test_a_quantized_model_asks_the_card_that_computes(dit, second_card, caplog):
+def test_a_quantized_model_asks_the_card_that_computes(dit, second_card, fallbacks):
     second_card("NVIDIA GeForce RTX 3090", (8, 6))
     quantized = dit.quantize(dit.stock(), kernel="auto")
-    assert fallbacks(quantized, caplog)
-    assert not fallbacks(quantized.deepclone_multigpu(SECOND), caplog)
+    assert fallbacks(quantized)
+    assert not fallbacks(quantized.deepclone_multigpu(SECOND))
 
 
 def test_each_linear_asks_for_the_device_of_its_input(dit, monkeypatch):

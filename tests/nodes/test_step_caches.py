@@ -117,16 +117,6 @@ def sampled(architecture, model):
     return output, ran
 
 
-@pytest.fixture
-def warned(pack, monkeypatch):
-    """What is warned of."""
-    from int8_dit.nodes.host import notices
-
-    said = []
-    monkeypatch.setattr(notices, "warn", lambda *words: said.append(words))
-    return said
-
-
 def assert_same_steps(dit, small, name, cache, warned):
     architecture = ARCHITECTURES[name]
     with small.known_to_comfyui(architecture):

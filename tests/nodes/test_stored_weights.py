@@ -25,7 +25,6 @@ def file(dit, tmp_path_factory):
     import comfy.sd
 
     from int8_dit.nodes.files.reading.gguf_file import read_gguf
-    from support import gguf_files
 
     folder = tmp_path_factory.mktemp("files")
 
@@ -36,7 +35,7 @@ def file(dit, tmp_path_factory):
             made = FORMATS[form](tensors, dit.LINEARS)
             path, values = dit.write(folder / f"{form}.safetensors", made.tensors), made.values
         else:
-            path = gguf_files.write_gguf(folder / f"{form}.gguf", tensors, gguf_files.linears_in(form))
+            path = dit.write_as(folder, form)
             read, _ = read_gguf(path)
             values = {key: t.dequantize() if hasattr(t, "_qdata") else t.clone() for key, t in read.items()}
         floats = lambda: comfy.sd.load_diffusion_model_state_dict(dict(values))  # noqa: E731
@@ -52,26 +51,13 @@ def load(dit, file, monkeypatch):
     return lambda form, memory="as stored", kernel="fused int8": dit.load(file(form).path, kernel, memory)
 
 
-def stored(model):
-    """The weights that stay, by layer."""
-    from int8_dit.nodes.files.holding import is_stored
-
-    modules = model.model.diffusion_model.named_modules()
-    return {name: module.weight for name, module in modules if is_stored(getattr(module, "weight", None))}
-
-
 def pieces(weight):
     """What a weight consists of in memory."""
     return {"": weight._qdata} if "GGUF" in weight._layout_cls else weight.state_dict("")
 
 
-def copied(model):
-    return {(name, key): t.clone() for name, weight in stored(model).items() for key, t in pieces(weight).items()}
-
-
-def stream(model):
-    """Load it as on a card without memory for its weights."""
-    model.patch_model(device_to=model.load_device, lowvram_model_memory=1)
+def copied(dit, model):
+    return {(name, key): t.clone() for name, weight in dit.stored(model).items() for key, t in pieces(weight).items()}
 
 
 # Held and computed with
@@ -84,12 +70,12 @@ def test_it_computes_what_its_file_stands_for(dit, file, load, form):
     output = dit.output(model)
     assert dit.relative_error(output, file(form).output) < 2 * dit.int8_noise()
     assert set(dit.int8_weights(as_int8)) == set(dit.LINEARS)
-    assert stored(model).keys() | dit.int8_weights(model).keys() >= set(dit.LINEARS)
-    assert bool(stored(model)) == (form in FORMS) == (f"{form} " in str(dit.summarize(model)))
+    assert dit.stored(model).keys() | dit.int8_weights(model).keys() >= set(dit.LINEARS)
+    assert bool(dit.stored(model)) == (form in FORMS) == (f"{form} " in str(dit.summarize(model)))
     assert bool(dit.int8_weights(model)) == (form in ("Q4_K", *DECODED))  # Q4_K: its blocks do not divide every row
     assert torch.equal(dit.output(as_int8), output)
     streamed = load(form)
-    stream(streamed)
+    dit.stream(streamed)
     assert torch.equal(dit.forward(streamed), output)
 
 
@@ -102,9 +88,9 @@ def mapped(path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="only Linux shows where files are mapped")
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_stay_in_their_file_as_those_of_comfyuis_loaders_do(file, load, form):
+def test_weights_stay_in_their_file_as_those_of_comfyuis_loaders_do(dit, file, load, form):
     """To copy them took most of a load, and the host's memory once more."""
-    held = [tensor for weight in stored(load(form)).values() for tensor in pieces(weight).values()]
+    held = [tensor for weight in dit.stored(load(form)).values() for tensor in pieces(weight).values()]
     assert all(tensor.device.type == "cpu" for tensor in held)
     assert sum(tensor.nbytes for tensor in held) < 1.05 * os.path.getsize(file(form).path)
     places = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in held]
@@ -116,8 +102,8 @@ def test_weights_stay_in_their_file_as_those_of_comfyuis_loaders_do(file, load, 
 def test_small_weights_become_int8_all_the_same(dit, file, monkeypatch, form):
     monkeypatch.setattr(SMALLEST, 1 << 16)
     model = dit.load(file(form).path, memory="as stored")
-    assert dit.LAYER in stored(model) and dit.int8_weights(model)
-    assert stored(model).keys() | dit.int8_weights(model).keys() >= set(dit.LINEARS)
+    assert dit.LAYER in dit.stored(model) and dit.int8_weights(model)
+    assert dit.stored(model).keys() | dit.int8_weights(model).keys() >= set(dit.LINEARS)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +111,7 @@ def test_small_weights_become_int8_all_the_same(dit, file, monkeypatch, form):
 )
 def test_with_the_kernel_bf16_it_computes_in_floats(dit, file, load, form, memory):
     model = load(form, memory, "bf16")
-    assert bool(stored(model)) == (form == "Q8_0") and not dit.int8_weights(model)
+    assert bool(dit.stored(model)) == (form == "Q8_0") and not dit.int8_weights(model)
     torch.testing.assert_close(dit.output(model), file(form).output, rtol=1e-3, atol=1e-3)
     assert form != "W4A8" or "instead of the file's INT8" in str(dit.summarize(model))
 
@@ -148,10 +134,10 @@ def expected(dit, file, lora):
 @pytest.mark.parametrize("form", ("Q8_0", *GROUPED))
 def test_a_lora_acts_beside_the_weights(dit, load, lora, expected, form):
     model, with_it = load(form), expected(form)
-    before, plain = copied(model), dit.output(model)
+    before, plain = copied(dit, model), dit.output(model)
     patched = dit.with_lora(model, lora)
     assert dit.relative_error(dit.output(patched), with_it) < 0.1
-    assert all(torch.equal(tensor, before[key]) for key, tensor in copied(patched).items())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in copied(dit, patched).items())
     assert torch.equal(dit.output(model), plain)  # and is gone without a trace
     assert dit.relative_error(dit.output(patched), with_it) < 0.1  # and comes back
     patched.partially_unload(patched.offload_device, 1 << 30)
@@ -161,7 +147,7 @@ def test_a_lora_acts_beside_the_weights(dit, load, lora, expected, form):
 @ONE_OF_EACH
 def test_streamed_with_a_lora(dit, load, lora, expected, form):
     model = dit.with_lora(load(form), lora)
-    stream(model)
+    dit.stream(model)
     assert dit.relative_error(dit.forward(model), expected(form)) < 0.1
 
 
@@ -171,9 +157,7 @@ def test_loras_are_rounded_with_the_weight_once(dit, load, lora, form):
     model = dit.with_lora(dit.with_lora(load(form), lora), lora, -0.25)
     dit.output(model)
     layer = dit.module(model, dit.LAYER)
-    x = torch.randn(2, 5, layer.in_features, generator=torch.Generator().manual_seed(0))
-    up, down = (lora[f"diffusion_model.{dit.LAYER}.lora_{end}.weight"] for end in ("up", "down"))
-    weight = layer.weight.dequantize() + 0.75 * up @ down
+    x, weight = dit.rows(layer, 2, 5), layer.weight.dequantize() + 0.75 * dit.delta(lora, dit.LAYER)
     with torch.inference_mode():
         error = dit.relative_error(layer(x), torch.nn.functional.linear(x, weight, layer.bias))
     assert error < 0.02
@@ -184,8 +168,7 @@ def test_another_node_is_given_a_patched_weight_in_floats(dit, load, lora, form)
     """ComfyUI's Extract and Save Lora asks for it."""
     model, key = dit.with_lora(load(form), lora), f"diffusion_model.{dit.LAYER}.weight"
     weight = model.patch_weight_to_device(key, model.load_device, return_weight=True)
-    up, down = (lora[f"diffusion_model.{dit.LAYER}.lora_{end}.weight"] for end in ("up", "down"))
-    expected = dit.module(model, dit.LAYER).weight.dequantize() + up @ down
+    expected = dit.module(model, dit.LAYER).weight.dequantize() + dit.delta(lora, dit.LAYER)
     assert weight.dtype == torch.float32 and dit.relative_error(weight, expected) < 1e-5
 
 
@@ -196,7 +179,7 @@ def test_a_lora_for_other_shapes_is_left_out_as_comfyui_does(dit, load, lora, fo
     others = {name: tensor for name, tensor in lora.items() if dit.LAYER not in name}
     expected = dit.output(dit.with_lora(load(form, memory), others))
     wrong = dit.with_lora(load(form, memory), {**lora, key: lora[key][:, :-8]})
-    stream(wrong)
+    dit.stream(wrong)
     assert dit.relative_error(dit.forward(wrong), expected) < 0.1
     assert "ERROR lora" in caplog.text and dit.LAYER in caplog.text
 
@@ -214,11 +197,9 @@ def test_unloaded_nothing_of_a_lora_stays_on_the_device(dit, load, lora, room):
 
 @ONE_OF_EACH
 def test_another_kind_of_patch_becomes_part_of_the_product(dit, file, load, lora, form):
-    name = "diffusion_model.{}.lora_{}.weight"
-    deltas = {layer: lora[name.format(layer, "up")] @ lora[name.format(layer, "down")] for layer in dit.LINEARS}
     floats, model = file(form).floats(), load(form)
     for each in (floats, model):
-        each.add_patches({f"diffusion_model.{layer}.weight": (delta,) for layer, delta in deltas.items()})
+        each.add_patches({f"diffusion_model.{layer}.weight": (dit.delta(lora, layer),) for layer in dit.LINEARS})
     assert dit.relative_error(dit.output(model), dit.output(floats)) < 0.1
 
 

@@ -1,8 +1,35 @@
-"""An attention that computes in floats and counts its calls, in the place of one that needs a card."""
+"""Calls of attention functions, and an attention that computes in floats, in the place of one that needs a card."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+OVERRIDE = "optimized_attention_override"
+
+
+def random_qkv(
+    heads: tuple[int, int],
+    tokens: tuple[int, int],
+    width: int,
+    batch: int = 2,
+    dtype: torch.dtype = torch.float32,
+    by_head: bool = False,
+    device: torch.device | str = "cpu",
+) -> list[torch.Tensor]:
+    """q, k, v as models give them: [b, n, heads * width], or by head [b, heads, n, width]. Heads and tokens are those
+    of queries and of keys."""
+    generator, made = torch.Generator(device).manual_seed(0), []
+    for place in (0, 1, 1):
+        tensor = torch.randn(batch, tokens[place], heads[place], width, generator=generator, device=device).to(dtype)
+        made.append(tensor.transpose(1, 2) if by_head else tensor.flatten(2))
+    return made
+
+
+def overridden(function: Callable, override: Callable, qkv: list, heads: int, **options: object) -> torch.Tensor:
+    """A call of one of ComfyUI's attention functions of a MODEL with an override."""
+    return function(*qkv, heads, transformer_options={OVERRIDE: override}, **options)
 
 
 class FloatAttention:

@@ -95,8 +95,9 @@ def longer(name: str) -> Family:
     return Family(architecture, tensors, [key for key, count in counted.items() if _detected(tensors)[key] == count])
 
 
-def named_by_diffusers(whole: Family) -> Family:
-    """The same under the names of the diffusers library, which has in parts what ComfyUI holds in one tensor."""
+def named_by_diffusers(name: str) -> Family:
+    """The longer one under the names of the diffusers library, which has in parts what ComfyUI holds in one tensor."""
+    whole = longer(name)
     tensors, _ = small_models.named_by_diffusers(whole.architecture, dict(whole.tensors), [])
     return replace(whole, tensors=tensors)
 
@@ -114,21 +115,18 @@ def damaged(whole: Tensors, names: Collection[str], kinds: Collection[str] = tup
             yield Damaged(kind, name, others if changed is None else {**others, name: changed})
 
 
-def lists_of_blocks(tensors: Tensors) -> dict[str, int]:
-    """The lists of more than two blocks in a file, with how many there are; activations between linears have none."""
-    lists: dict[str, set[int]] = {}
-    for match in filter(None, (re.match(r"(.*?)\b(\d+)\.", name) for name in tensors)):
-        lists.setdefault(match[1], set()).add(int(match[2]))
-    return {name: len(numbers) for name, numbers in lists.items() if len(numbers) > 2 and max(numbers) < len(numbers)}
-
-
 def without_blocks(whole: Tensors) -> Iterator[Damaged]:
-    """Each block taken out of each list, and each list numbered from 1."""
-    for blocks, count in lists_of_blocks(whole).items():
-        for number in range(count):
+    """Each block taken out of each list but the last one, as a shorter model is as legitimate; and each list numbered
+    from 1. A list has more than two blocks; activations between linears have none."""
+    lists: dict[str, set[int]] = {}
+    for match in filter(None, (re.match(r"(.*?)\b(\d+)\.", name) for name in whole)):
+        lists.setdefault(match[1], set()).add(int(match[2]))
+    lists = {name: found for name, found in lists.items() if len(found) > 2 and max(found) < len(found)}
+    assert lists
+    for blocks, found in lists.items():
+        for number in range(len(found) - 1):
             block = f"{blocks}{number}."
-            kind = "the last block missing" if number == count - 1 else "a block missing"
-            yield Damaged(kind, block, {key: t for key, t in whole.items() if not key.startswith(block)})
+            yield Damaged("a block missing", block, {key: t for key, t in whole.items() if not key.startswith(block)})
         yield Damaged("numbered from 1", blocks, {_next(key, blocks): tensor for key, tensor in whole.items()})
 
 

@@ -36,6 +36,22 @@ def encoded(config: object) -> torch.Tensor:
     return torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
 
 
+def config_in(tensor: torch.Tensor) -> dict:
+    """What such a tensor says."""
+    return json.loads(bytes(tensor.tolist()))
+
+
+def configs_in(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict]:
+    """What a file's tensors say of each layer."""
+    end = ".comfy_quant"
+    return {key.removesuffix(end): config_in(tensor) for key, tensor in tensors.items() if key.endswith(end)}
+
+
+def in_metadata(configs: Mapping[str, object]) -> dict[str, str]:
+    """The metadata that say this of layers, in the place of tensors."""
+    return {"_quantization_metadata": json.dumps({"layers": configs})}
+
+
 def _rotation_group(channels: int) -> int | None:
     """ConvRot's own 256 where it divides, and otherwise the next that does; None if none."""
     return next((group for group in (256, 64, 16) if channels % group == 0), None)
@@ -122,8 +138,8 @@ GROUPED = {4: "asym_w4a8_int8", 6: "w6a8_int8"}
 
 def _marked_in_metadata(tensors, layers) -> File:
     file = int8(tensors, layers)
-    marks = {layer: json.loads(bytes(file.tensors.pop(f"{layer}.comfy_quant").tolist())) for layer in layers}
-    return replace(file, metadata={"_quantization_metadata": json.dumps({"layers": marks})})
+    marks = {layer: config_in(file.tensors.pop(f"{layer}.comfy_quant")) for layer in layers}
+    return replace(file, metadata=in_metadata(marks))
 
 
 def _unmarked(tensors, layers, scale) -> File:

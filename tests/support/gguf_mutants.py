@@ -13,20 +13,20 @@ import struct
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
 import gguf
-from comfy.model_patcher import ModelPatcher
 
-from int8_dit.nodes.loading.load import load_int8_model
 from support import glyph_dit
 from support.gguf_files import linears_in, write_gguf
 
 ALIGNMENT = 32
 RESHAPED = "x_embedder.proj.weight"  # a convolution, which one of the files has as a matrix
 _STRING, _ARRAY = 8, 9
+_ORIGINAL = b"comfy.gguf.orig_shape."
 _NUMBERS = (0, 1, 2, 3, 5, 7, 33, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
 _SCALE_PLACES = {"Q8_0": (0,), "Q4_K": (0, 2), "IQ4_NL": (0,)}  # of the fp16 scales in a block
 _TEXTS = ("", "{", "[]", "7", "null", "[" * 100_000, '{"a":' * 50_000, "\x00", '"' + "x" * 999_999)
@@ -35,12 +35,12 @@ _TEXTS = ("", "{", "[]", "7", "null", "[" * 100_000, '{"a":' * 50_000, "\x00", '
 # The files
 
 
-def gguf_files() -> dict[str, bytes]:
-    """GGUF files of the glyph model in four types, in bytes; the package gguf writes them."""
-    return {type: _file(type) for type in ("Q8_0", "Q4_K", "IQ4_NL", "F16")}
+TYPES = ("Q8_0", "Q4_K", "IQ4_NL", "F16")
 
 
-def _file(type: str) -> bytes:
+@cache
+def file_in(type: str) -> bytes:
+    """A GGUF file of the glyph model in one of these types, in bytes; the package gguf writes it."""
     tensors = {name: tensor.float() for name, tensor in glyph_dit.tensors().items()}
     shapes = {RESHAPED: tuple(tensors[RESHAPED].flatten(1).shape)} if type == "Q4_K" else {}
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +48,7 @@ def _file(type: str) -> bytes:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class Tensor:
     """A tensor of a file: its dimensions as they stand there, its type's number, its bytes."""
 
     name: bytes
@@ -62,11 +62,11 @@ class _Tensor:
 
 
 @dataclass
-class _File:
+class File:
     """A GGUF file taken apart. `places` are its numbers: kind -> offset in the file and struct's letter."""
 
     values: list[tuple[bytes, int, bytes]] = field(default_factory=list)
-    tensors: list[_Tensor] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
     places: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     header: int = 0
 
@@ -84,6 +84,10 @@ class _File:
     def index(self, name: str) -> int:
         return next(i for i, tensor in enumerate(self.tensors) if tensor.name == name.encode())
 
+    def put(self, key: bytes, type: int, raw: bytes) -> None:
+        """Add an entry of the metadata, in the place of one of that name."""
+        self.values = [value for value in self.values if value[0] != key] + [(key, type, raw)]
+
 
 def _string(text: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text
@@ -93,9 +97,9 @@ def _padded(data: bytes) -> bytes:
     return data + bytes(-len(data) % ALIGNMENT)
 
 
-def taken_apart(data: bytes) -> _File:
+def taken_apart(data: bytes) -> File:
     """A GGUF file's parts, by the package gguf; `written` puts them together again."""
-    file = _File(places={"start": [(0, "I"), (4, "I"), (8, "Q"), (16, "Q")]})
+    file = File(places={"start": [(0, "I"), (4, "I"), (8, "Q"), (16, "Q")]})
     with tempfile.NamedTemporaryFile() as copy:
         copy.write(data)
         copy.flush()
@@ -120,15 +124,15 @@ def taken_apart(data: bytes) -> _File:
         at = note(tensor.field.offset, ("length", "Q", len(name)), ("dimensions", "I", 0))
         file.header = note(at, *[("dimension", "Q", 0)] * len(dims), ("tensor type", "I", 0), ("offset", "Q", 0))
         held = data[tensor.data_offset : tensor.data_offset + int(tensor.n_bytes)]
-        file.tensors.append(_Tensor(name, dims, int(tensor.tensor_type), held))
+        file.tensors.append(Tensor(name, dims, int(tensor.tensor_type), held))
     return file
 
 
 # Mutations
 
 
-Mutation = Callable[[random.Random, bytes], tuple[bytes, str, bool]]
-"""-> the damaged file, where it is damaged, whether the mutation is free."""
+Mutation = Callable[[random.Random, bytes], tuple[bytes, bool]]
+"""-> the damaged file, and whether the mutation is free."""
 
 
 def _flipped(data: bytes, bit: int) -> bytes:
@@ -137,24 +141,10 @@ def _flipped(data: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
-def _cut(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
-    left = rng.randrange(len(data))
-    return data[:left], f"{left} bytes left", False
-
-
-def _longer(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
-    return data + bytes(rng.randrange(1, 100)), "", False
-
-
-def _header_bit(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
-    bit = rng.randrange(8 * taken_apart(data).header)
-    return _flipped(data, bit), f"bit {bit}", False
-
-
 def _number(kind: str, *others: int) -> Mutation:
     """One of the numbers of a kind becomes another; a near one in a third of all cases."""
 
-    def mutate(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
+    def mutate(rng: random.Random, data: bytes) -> tuple[bytes, bool]:
         at, letter = rng.choice(taken_apart(data).places[kind])
         (before,) = struct.unpack_from(f"<{letter}", data, at)
         most = 1 << 8 * struct.calcsize(letter)
@@ -163,8 +153,7 @@ def _number(kind: str, *others: int) -> Mutation:
         after = rng.choice([number for number in choices if number != before and 0 <= number < most] or [before + 1])
         changed = bytearray(data)
         struct.pack_into(f"<{letter}", changed, at, after)
-        alike = kind == "tensor type" and {before, after} in _ALIKE
-        return bytes(changed), f"{before} at {at} becomes {after}", alike
+        return bytes(changed), kind == "tensor type" and {before, after} in _ALIKE
 
     return mutate
 
@@ -177,109 +166,90 @@ _ALIKE = [
 ]
 
 
-def _rebuilt(change: Callable[[random.Random, _File], tuple[str, bool]]) -> Mutation:
-    """Of a file that is taken apart, changed and written again; `change` tells where, and whether it is free."""
+def _rebuilt(change: Callable[[random.Random, File], bool | None]) -> Mutation:
+    """Of a file that is taken apart, changed and written again; `change` tells whether it is free."""
 
-    def mutate(rng: random.Random, data: bytes) -> tuple[bytes, str, bool]:
+    def mutate(rng: random.Random, data: bytes) -> tuple[bytes, bool]:
         file = taken_apart(data)
-        where, free = change(rng, file)
-        return file.written(), where, free
+        free = bool(change(rng, file))
+        return file.written(), free
 
     return mutate
 
 
-_TensorChange = Callable[[random.Random, _Tensor], tuple[dict[str, object], str, bool]]
-"""-> what of a tensor becomes what, what is said of it, whether the mutation is free."""
+def _one(
+    change: Callable[[random.Random, Tensor], dict[str, object]], kinds: Collection[str] = (), free: bool = False
+) -> Mutation:
+    """Change these parts of one tensor, of one of these types where the file has any."""
 
-
-def _one(change: _TensorChange, kinds: Collection[str] = ()) -> Mutation:
-    """Change one tensor, of these types where the file has any."""
-
-    def changed(rng: random.Random, file: _File) -> tuple[str, bool]:
+    def changed(rng: random.Random, file: File) -> bool:
         fitting = [number for number, tensor in enumerate(file.tensors) if not kinds or tensor.kind in kinds]
         number = rng.choice(fitting or range(len(file.tensors)))
-        tensor = file.tensors[number]
-        parts, said, free = change(rng, tensor)
-        file.tensors[number] = replace(tensor, **parts)
-        return f"{tensor.name.decode()} {said}", free
+        file.tensors[number] = replace(file.tensors[number], **change(rng, file.tensors[number]))
+        return free
 
     return _rebuilt(changed)
 
 
-def _removed(rng: random.Random, file: _File) -> tuple[str, bool]:
-    return file.tensors.pop(rng.randrange(len(file.tensors))).name.decode(), False
-
-
-def _renamed(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object], str, bool]:
+def _renamed(rng: random.Random, tensor: Tensor) -> dict[str, object]:
     place = rng.randrange(len(tensor.name))
     name = tensor.name[:place] + rng.choice((b"a", b"0", b".", b"\xff", b"\x00")) + tensor.name[place + 1 :]
-    return {"name": name + (b"x" if name == tensor.name else b"")}, "", False
+    return {"name": name + (b"x" if name == tensor.name else b"")}
 
 
-def _duplicated(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _duplicated(rng: random.Random, file: File) -> None:
     tensor = rng.choice(file.tensors)
     name = rng.choice((tensor.name, b"copy_of_" + tensor.name, tensor.name + b".copy"))
     file.tensors.insert(rng.randrange(len(file.tensors)), replace(tensor, name=name))
-    return name.decode(), False
 
 
-def _swapped(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _swapped(rng: random.Random, file: File) -> bool:
+    """The names of two tensors; free where they have one shape, of whatever type."""
     a, b = rng.sample(range(len(file.tensors)), 2)
     one, other = file.tensors[a], file.tensors[b]
     file.tensors[a], file.tensors[b] = replace(one, name=other.name), replace(other, name=one.name)
-    same_form = one.dims == other.dims  # of whatever type
-    return f"{one.name.decode()} and {other.name.decode()}", same_form
+    return one.dims == other.dims
 
 
-def _reshaped(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object], str, bool]:
+def _reshaped(rng: random.Random, tensor: Tensor) -> dict[str, object]:
     count = math.prod(tensor.dims)
     shapes = [
         *(tensor.dims[::-1], (*tensor.dims, 1), (1, *tensor.dims), (count,), (count, 1), (1, count), (2, count // 2)),
         *((), (0, count), (1 << 40, 0), (count, *[1] * 9)),
     ]
     dims = rng.choice([other for other in shapes if other != tensor.dims])
-    return {"dims": dims, "data": tensor.data if math.prod(dims) == count else b""}, str(dims), False
+    return {"dims": dims, "data": tensor.data if math.prod(dims) == count else b""}
 
 
-def _huge(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object], str, bool]:
-    dims = rng.choice(((1 << 40,), (1 << 20, 1 << 20), (1 << 32, 1 << 32), (1 << 62, 4), (256, 1 << 50), (1 << 63, 2)))
-    return {"dims": dims}, str(dims), False
+_HUGE = ((1 << 40,), (1 << 20, 1 << 20), (1 << 32, 1 << 32), (1 << 62, 4), (256, 1 << 50), (1 << 63, 2))
 
 
-def _original_shape(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _original_shape(rng: random.Random, file: File) -> None:
     """The entry for a tensor's real shape: another list, or of another type."""
     tensor = file.tensors[file.index(RESHAPED) if rng.random() < 0.5 else rng.randrange(len(file.tensors))]
-    key = b"comfy.gguf.orig_shape." + tensor.name
     count = math.prod(tensor.dims)
     shape = rng.choice(((count,), (1, count), (count, 1), tensor.dims, (-1, -count), (0,), (1,) * 40, (count + 1,), ()))
     letter, type = rng.choice((("i", 5), ("i", 5), ("q", 11), ("f", 6)))
-    raw = struct.pack(f"<IQ{len(shape)}{letter}", type, len(shape), *shape)
-    if rng.random() < 0.2:
-        type, raw = _STRING, _string(b"[1]")
-        entry = key, _STRING, raw
-    else:
-        entry = key, _ARRAY, raw
-    file.values = [value for value in file.values if value[0] != key] + [entry]
-    return f"{tensor.name.decode()} {shape}", False
+    entry = _ARRAY, struct.pack(f"<IQ{len(shape)}{letter}", type, len(shape), *shape)
+    file.put(_ORIGINAL + tensor.name, *((_STRING, _string(b"[1]")) if rng.random() < 0.2 else entry))
 
 
-def _without_original_shape(rng: random.Random, file: _File) -> tuple[str, bool]:
-    kept = [value for value in file.values if not value[0].startswith(b"comfy.gguf.orig_shape.")]
+def _without_original_shape(rng: random.Random, file: File) -> None:
+    kept = [value for value in file.values if not value[0].startswith(_ORIGINAL)]
     if len(kept) == len(file.values):
-        return _original_shape(rng, file)
-    file.values = kept
-    return RESHAPED, False
+        _original_shape(rng, file)
+    else:
+        file.values = kept
 
 
-def _alignment(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _alignment(rng: random.Random, file: File) -> None:
     """An entry that moves all tensors."""
     number = rng.choice((0, 1, 3, 8, 16, 48, 64, 4096, 1 << 31))
     type, letter = (4, "<I") if rng.random() < 0.8 else (10, "<Q")
-    file.values.append((b"general.alignment", type, struct.pack(letter, number)))
-    return f"{number} as type {type}", False
+    file.put(b"general.alignment", type, struct.pack(letter, number))
 
 
-def _not_a_number(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object], str, bool]:
+def _not_a_number(rng: random.Random, tensor: Tensor) -> dict[str, object]:
     """NaN or Inf as a scale of one block, or of all; or in a tensor of floats."""
     value, letter = rng.choice((math.nan, math.inf, -math.inf)), "f" if tensor.kind == "F32" else "e"
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
@@ -287,47 +257,36 @@ def _not_a_number(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object
     data, blocks = bytearray(tensor.data), range(len(tensor.data) // size)
     for block in blocks if tensor.kind in _SCALE_PLACES and rng.random() < 0.3 else (rng.choice(blocks),):
         struct.pack_into(f"<{letter}", data, block * size + place, value)
-    return {"data": bytes(data)}, str(value), False
+    return {"data": bytes(data)}
 
 
-def _bit(rng: random.Random, tensor: _Tensor) -> tuple[dict[str, object], str, bool]:
-    bit = rng.randrange(8 * len(tensor.data))
-    return {"data": _flipped(tensor.data, bit)}, f"bit {bit}", True
-
-
-def _architecture(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _architecture(rng: random.Random, file: File) -> None:
     """Of another model, of none, or no text: ComfyUI looks at the tensors, so that the file may load."""
-    others = [value for value in file.values if value[0] != b"general.architecture"]
     text = rng.choice((b"llama", b"t5", b"flux", b"", b"\xff\xfe", b"x" * 100_000, None, 7))
-    if isinstance(text, bytes):
-        others.insert(0, (b"general.architecture", _STRING, _string(text)))
-    elif text is not None:
-        others.insert(0, (b"general.architecture", 4, struct.pack("<I", text)))
-    file.values = others
-    return repr(text)[:40], False
+    file.values = [value for value in file.values if value[0] != b"general.architecture"]
+    if text is not None:
+        entry = (_STRING, _string(text)) if isinstance(text, bytes) else (4, struct.pack("<I", text))
+        file.values.insert(0, (b"general.architecture", *entry))
 
 
-def _metadata(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _metadata(rng: random.Random, file: File) -> None:
     key = rng.choice((b"int8_dit_recipe", b"int8_dit_marks", b"_quantization_metadata", b"config", b"workflow"))
-    text = rng.choice(_TEXTS).encode()
-    file.values = [value for value in file.values if value[0] != key] + [(key, _STRING, _string(text))]
+    file.put(key, _STRING, _string(rng.choice(_TEXTS).encode()))
     if rng.random() < 0.1:
         file.values.append(file.values[-1])
     elif rng.random() < 0.2:  # arrays in arrays
         file.values[-1] = key, _ARRAY, struct.pack("<IQ", _ARRAY, 1) * 10_000
-    return f"{key.decode()} {text[:20]!r}", False
 
 
-def _renamed_key(rng: random.Random, file: _File) -> tuple[str, bool]:
+def _renamed_key(rng: random.Random, file: File) -> None:
     number = rng.randrange(len(file.values))
     key, type, raw = file.values[number]
     place = rng.randrange(len(key))
     file.values[number] = key[:place] + rng.choice((b"x", b"\xff", b"")) + key[place + 1 :], type, raw
-    return key.decode(), False
 
 
 MUTATIONS: dict[str, Mutation] = {
-    "a bit of the header": _header_bit,
+    "a bit of the header": lambda rng, data: (_flipped(data, rng.randrange(8 * taken_apart(data).header)), False),
     "magic, version or counts": _number("start"),
     "a text's length": _number("length"),
     "a value's type": _number("value type", *range(16)),
@@ -335,20 +294,22 @@ MUTATIONS: dict[str, Mutation] = {
     "another number of dimensions": _number("dimensions"),
     "another type": _number("tensor type", *range(42)),
     "another offset": _number("offset"),
-    "truncated": _cut,
-    "too long": _longer,
-    "a tensor removed": _rebuilt(_removed),
+    "truncated": lambda rng, data: (data[: rng.randrange(len(data))], False),
+    "too long": lambda rng, data: (data + bytes(rng.randrange(1, 100)), False),
+    "a tensor removed": _rebuilt(lambda rng, file: file.tensors.remove(rng.choice(file.tensors))),
     "a tensor renamed": _one(_renamed),
     "a tensor duplicated": _rebuilt(_duplicated),
     "two tensors swapped": _rebuilt(_swapped),
     "another shape": _one(_reshaped),
-    "a huge shape": _one(_huge),
+    "a huge shape": _one(lambda rng, tensor: {"dims": rng.choice(_HUGE)}),
     "another original shape": _rebuilt(_original_shape),
     "no original shape": _rebuilt(_without_original_shape),
     "another alignment": _rebuilt(_alignment),
     "NaN or Inf as a block's scale": _one(_not_a_number, _SCALE_PLACES),
     "NaN or Inf in a float tensor": _one(_not_a_number, ("F32", "F16")),
-    "a bit of the values": _one(_bit),
+    "a bit of the values": _one(
+        lambda rng, tensor: {"data": _flipped(tensor.data, rng.randrange(8 * len(tensor.data)))}, free=True
+    ),
     "another architecture": _rebuilt(_architecture),
     "a key renamed": _rebuilt(_renamed_key),
     "damaged metadata": _rebuilt(_metadata),
@@ -356,25 +317,19 @@ MUTATIONS: dict[str, Mutation] = {
 
 
 class Mutant(NamedTuple):
-    """A damaged file: of what base, by what kind of mutation and where, and whether that is free."""
+    """A damaged file: of what base, by what kind of mutation, and whether that is free."""
 
     base: str
     kind: str
-    where: str
     free: bool
     data: bytes
 
 
 def mutants(files: Mapping[str, bytes], count: int) -> Iterator[Mutant]:
-    """As many mutants of these files, kinds of mutation in turns, each round on the next file."""
+    """As many mutants of these files, the same each time: kinds of mutation in turns, each round on the next file."""
     rng = random.Random(0)
     for number in range(count):
         round_, place = divmod(number, len(MUTATIONS))
         kind, base = list(MUTATIONS)[place], list(files)[(place + round_) % len(files)]
-        data, where, free = MUTATIONS[kind](rng, files[base])
-        yield Mutant(base, kind, where, free, data)
-
-
-def load(path: Path, kernel: str, memory: str) -> ModelPatcher:
-    """The MODEL of this pack's loader; `memory` is its widget."""
-    return load_int8_model(str(path), kernel, memory=memory)
+        data, free = MUTATIONS[kind](rng, files[base])
+        yield Mutant(base, kind, free, data)

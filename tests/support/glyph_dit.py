@@ -5,7 +5,7 @@ Tests get this module through the fixture `dit`. Everything computes in float32 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ import comfy.model_management
 import comfy.sample
 import comfy.samplers
 import comfy.sd
-import comfy.utils
+import gguf
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
@@ -26,7 +26,7 @@ from glyphs import conditioning, latents
 from glyphs.alphabet import ALPHABET
 from int8_dit.nodes import quantize_to_int8
 from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-from int8_dit.nodes.files.holding import is_grouped
+from int8_dit.nodes.files.holding import is_grouped, is_stored
 from int8_dit.nodes.files.quant_config import QUANT_CONFIG, decode_config
 from int8_dit.nodes.linears.file_notes import recipe_of as recipe  # noqa: F401
 from int8_dit.nodes.linears.int8_weight import is_int8
@@ -37,7 +37,8 @@ from int8_dit.nodes.quantization.calibration import Calibration
 from int8_dit.nodes.saving.save import save_gguf_model, save_int8_model
 from support import adapters
 from support.adapters import with_delta as with_delta  # tests have these two as `dit.…`
-from support.file_formats import int8
+from support.file_formats import FORMATS, Tensors, int8
+from support.gguf_files import linears_in, write_gguf
 from support.tensors import relative_error as relative_error
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "glyph_dit.safetensors"
@@ -189,6 +190,27 @@ def _apply(model: ModelPatcher, text: str, time: float, seed: int, **named: obje
         return model.model.apply_model(x, torch.full((len(text),), time), c_crossattn=context, y=pooled, **named)
 
 
+def rows(module: torch.nn.Module, *shape: int) -> torch.Tensor:
+    """An input of a linear, [*shape, channels], the same each time."""
+    return torch.randn(*shape, module.in_features, generator=torch.Generator().manual_seed(0))
+
+
+def stream(model: ModelPatcher) -> None:
+    """Load a MODEL as ComfyUI does on a card without memory for its weights: each comes, and is patched, when used."""
+    model.patch_model(device_to=model.load_device, lowvram_model_memory=1)
+    assert model.model.model_lowvram
+
+
+def write_as(folder: Path, kind: str, tensors: Tensors | None = None, layers: Collection[str] = LINEARS) -> str:
+    """Write the glyph model, or other tensors, in "floats", a format of FORMATS or a type of GGUF; the path."""
+    tensors = tensors or load_file(FILE)
+    if kind in gguf.GGMLQuantizationType.__members__:
+        return write_gguf(folder / f"{kind}.gguf", tensors, linears_in(kind))
+    if kind != "floats":
+        tensors = FORMATS[kind]({name: tensor.float() for name, tensor in tensors.items()}, layers).tensors
+    return write(folder / f"{kind}.safetensors", tensors)
+
+
 def save(model: ModelPatcher, path: str | Path, fold: bool = False) -> str:
     """Save a MODEL as Save INT8 DiT does, or Save GGUF in Q8_0 by the path's ending, and return the path."""
     if str(path).endswith(".gguf"):
@@ -209,14 +231,22 @@ def module(model: ModelPatcher, layer: str) -> torch.nn.Module:
 
 def int8_weights(model: ModelPatcher) -> dict[str, QuantizedTensor]:
     """The INT8 weights a MODEL holds right now, by layer."""
-    weights = {name: getattr(layer, "weight", None) for name, layer in model.model.diffusion_model.named_modules()}
-    return {name: weight for name, weight in weights.items() if is_int8(weight)}
+    return weights(model, is_int8)
 
 
 def coded(model: ModelPatcher) -> dict[str, QuantizedTensor]:
     """The weights in codes of 4 or 6 bits that a MODEL holds right now, by layer."""
-    weights = {name: getattr(layer, "weight", None) for name, layer in model.model.diffusion_model.named_modules()}
-    return {name: weight for name, weight in weights.items() if is_grouped(weight)}
+    return weights(model, is_grouped)
+
+
+def stored(model: ModelPatcher) -> dict[str, QuantizedTensor]:
+    """The weights in the form of their file, codes or GGUF's blocks, that a MODEL holds right now, by layer."""
+    return weights(model, is_stored)
+
+
+def weights(model: ModelPatcher, are: Callable[[object], bool]) -> dict[str, QuantizedTensor]:
+    held = {name: getattr(layer, "weight", None) for name, layer in model.model.diffusion_model.named_modules()}
+    return {name: weight for name, weight in held.items() if are(weight)}
 
 
 def snapshot(model: ModelPatcher) -> dict[str, torch.Tensor]:
@@ -245,8 +275,14 @@ def untouched(model: ModelPatcher) -> Iterator[None]:
 
 def lora(layers: Iterable[str], scale: float = 0.05) -> dict[str, torch.Tensor]:
     """A LoRA file's tensors for some linears: random, `scale` relative to the weights it changes."""
-    weights = tensors()
-    return adapters.lora({layer: weights[f"{layer}.weight"] for layer in layers}, scale)
+    own = tensors()
+    return adapters.lora({layer: own[f"{layer}.weight"] for layer in layers}, scale)
+
+
+def delta(state_dict: dict[str, torch.Tensor], layer: str) -> torch.Tensor:
+    """What such a LoRA adds to the weight of a linear."""
+    up, down = (state_dict[f"diffusion_model.{layer}.lora_{end}.weight"] for end in ("up", "down"))
+    return up @ down
 
 
 def with_lora(model: ModelPatcher, state_dict: dict[str, torch.Tensor], strength: float = 1.0) -> ModelPatcher:
