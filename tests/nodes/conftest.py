@@ -1,7 +1,11 @@
-"""Fixtures of the node tests: a real ComfyUI and this pack in this process, on the CPU's eager reference."""
+"""Fixtures of the node tests: a real ComfyUI and this pack in this process, on the CPU's eager reference.
+
+Both are imported before the tests are, so that these can import of them like of any package.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +15,7 @@ import pytest
 import torch
 
 from support.attention_calls import FloatAttention
-from support.pack import from_pack
+from support.pack import from_pack, import_comfyui, import_pack
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -19,7 +23,21 @@ if TYPE_CHECKING:
     from int8_dit.nodes.quantization.calibration import Calibration
 
 
-# Modules that can be imported only once ComfyUI and the pack can.
+class _WithoutComfyUI(pytest.Module):
+    def collect(self) -> list:
+        pytest.skip("COMFYUI_PATH is not set (tests/run_tests.py sets it)")
+
+
+if path := os.environ.get("COMFYUI_PATH"):
+    import_comfyui(Path(path).resolve(), cpu=True)
+    import_pack()
+else:
+
+    def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+        """Modules of tests are not imported where what they import is not there."""
+        return _WithoutComfyUI.from_parent(parent, path=module_path)
+
+
 dit = from_pack("support.glyph_dit")
 small = from_pack("support.small_models")
 

@@ -2,10 +2,16 @@
 
 import contextlib
 
+import comfy.model_management
+import comfy.sd
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+from int8_dit.nodes.linears.layer_selection import quantizable_linears
 from support.architectures import ARCHITECTURES
+from support.comfyui_today import today
 from support.file_formats import int8
 
 NATIVE = {"scalar scale": {"per_channel": False}, "rows": {}, "ConvRot": {"rotation_group": 64}}
@@ -50,9 +56,6 @@ def test_a_second_node_decides(dit, native):
 
 def test_a_saved_model_is_the_stock_one(dit, native, tmp_path):
     """ComfyUI's own save node sees the same weights."""
-    import comfy.sd
-    from safetensors.torch import load_file
-
     comfy.sd.save_checkpoint(str(tmp_path / "saved.safetensors"), dit.apply(dit.stock(native)), metadata={})
     saved = load_file(tmp_path / "saved.safetensors")
     for key, tensor in load_file(native).items():
@@ -78,8 +81,6 @@ def test_a_model_of_this_pack_passes_through(dit, native):
 
 
 def test_what_runs_where(pack, dit, native):
-    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-
     model = dit.stock(native)
     text = ApplyFusedINT8Kernel.execute(model, "fused int8").result[1]
     assert text.startswith(f"{len(dit.LINEARS)} of 34 linears INT8 in plain PyTorch (no GPU), ")
@@ -98,8 +99,6 @@ def test_a_copy_for_another_gpu(dit, native):
 
 def called(architecture, small, model, layers):
     """A forward of a MODEL, and which of its linears were called."""
-    import comfy.model_management
-
     comfy.model_management.load_models_gpu([model])
     names, modules = set(), dict(model.model.diffusion_model.named_modules())
     hooks = [modules[name].register_forward_pre_hook(lambda *_, name=name: names.add(name)) for name in layers]
@@ -112,7 +111,6 @@ def called(architecture, small, model, layers):
 @pytest.fixture
 def in_floats_and_int8(small):
     """By the name of an architecture: a MODEL in floats, its linears that become INT8, and the MODEL of these."""
-    from int8_dit.nodes.linears.layer_selection import quantizable_linears
 
     def make(name):
         tensors = small.tensors_of(ARCHITECTURES[name])
@@ -126,8 +124,6 @@ def in_floats_and_int8(small):
 @pytest.fixture
 def interface(pack, request):
     """This ComfyUI's way to ask linears for more than a product, or one that it has had since."""
-    from support.comfyui_today import today
-
     with contextlib.nullcontext() if request.param == "its own" else today(request.param):
         yield
 

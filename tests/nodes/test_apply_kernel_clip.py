@@ -1,9 +1,17 @@
 """Apply Fused INT8 Kernel (Text Encoder): the conditioning of ComfyUI's own INT8, on the pack's kernel."""
 
+import comfy.hooks
+import comfy.lora
+import comfy.sd
+import comfy_extras.nodes_lora_extract as extract
+import comfy_extras.nodes_model_merging as merging
 import pytest
 import torch
 
-from support.pack import from_pack
+from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8KernelCLIP
+from int8_dit.nodes.linears import linear_call
+from support import random_encoders
+from support.random_encoders import ENCODERS, RandomEncoder
 from support.tensors import relative_error
 
 TOKENS = 24
@@ -12,8 +20,6 @@ ROUNDING = 5e-3  # ComfyUI rounds INT8 weights to bf16, and activations have 16 
 
 @pytest.fixture(scope="module")
 def encoders(pack):
-    from support.random_encoders import ENCODERS, RandomEncoder
-
     return {name: RandomEncoder(entry, torch.device("cpu"), entry.tiny, 32.0) for name, entry in ENCODERS.items()}
 
 
@@ -22,11 +28,11 @@ def encoder(encoders, request):
     return encoders[request.param]
 
 
-execute = from_pack("int8_dit.nodes.apply_fused_int8_kernel:ApplyFusedINT8KernelCLIP.execute")
+execute = ApplyFusedINT8KernelCLIP.execute
 
 
 @pytest.fixture
-def apply(execute):
+def apply():
     return lambda clip, kernel="fused int8": execute(clip, kernel).result[0]
 
 
@@ -37,9 +43,6 @@ def conditioning(encoder, clip):
 
 def with_lora(encoder, clip, strength=1.0):
     """The CLIP of ComfyUI's LoRA loader, with a LoRA on every linear."""
-    import comfy.lora
-    import comfy.sd
-
     keys = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, {})
     prefix, lora, generator = f"{encoder.encoder.key}.transformer.", {}, torch.Generator().manual_seed(3)
     for name in encoder.layers:
@@ -54,7 +57,6 @@ def with_lora(encoder, clip, strength=1.0):
 @pytest.mark.parametrize("embedding", ("floats", "INT8"))
 def test_computes_what_comfyuis_int8_computes(encoder, apply, multiplied, monkeypatch, embedding):
     """An embedding in INT8, which official encoders have, stays ComfyUI's: only linears are multiplied."""
-    from support import random_encoders
 
     def native(state_dict):
         made = tensors(state_dict)
@@ -73,8 +75,6 @@ def test_computes_what_comfyuis_int8_computes(encoder, apply, multiplied, monkey
 
 
 def test_with_the_activations_that_newer_linears_take(encoders, apply, of_today, monkeypatch):
-    from int8_dit.nodes.linears import linear_call
-
     encoder = encoders["Qwen3-VL 8B (Ideogram 4)"]
     clip = encoder.clip("native")
     expected, gated, run = conditioning(encoder, clip), [], linear_call.activate_quantize
@@ -126,8 +126,6 @@ def test_loras(encoder, apply, multiplied, first):
 
 
 def merged(*clips):
-    import comfy_extras.nodes_model_merging as merging
-
     return merging.CLIPMergeSimple().merge(*clips, 0.3)[0]
 
 
@@ -143,9 +141,6 @@ def test_merging(encoder, apply):
 
 
 def test_an_extracted_lora(encoder, apply):
-    import comfy_extras.nodes_lora_extract as extract
-    import comfy_extras.nodes_model_merging as merging
-
     def extracted(clip):
         difference = merging.CLIPSubtract().merge(clip, with_lora(encoder, floats), 1.0)[0]
         return extract.calc_lora_model(difference.patcher, 4, "", "text_encoders.", {}, extract.LORAType.FULL_DIFF)
@@ -169,8 +164,6 @@ def test_it_is_saved_as_comfyui_saves_it(encoder, apply):
 
 def test_a_hook(encoder, apply):
     """It comes, stays for each text, and goes."""
-    import comfy.hooks
-
     clip = encoder.clip("native")
     expected = conditioning(encoder, with_lora(encoder, clip))
     loaded = with_lora(encoder, clip).patcher.patches
@@ -222,7 +215,7 @@ def test_no_clip_is_refused(apply):
         apply(None)
 
 
-def test_what_runs_where(encoder, execute):
+def test_what_runs_where(encoder):
     clip, linears = encoder.clip("native"), len(encoder.layers)
     shown = execute(clip, "fused int8")
     assert shown.result[1] == f"{linears} of {linears} linears INT8 with 16-bit activations in plain PyTorch (no GPU)"

@@ -5,14 +5,21 @@ ComfyUI has it from 0.36 on; support/comfyui_today.py puts its interface over an
 
 import json
 
+import comfy.ldm.modules.attention
+import comfy.lora
+import comfy.sd
+import comfy_kitchen
 import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from int8_dit.nodes.attention import attention_override as attention
+from int8_dit.nodes.loading.load import rebuild_int8_model
+from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 from support.attention_calls import FloatAttention
 from support.file_formats import encoded
-from support.pack import from_pack
+from support.glyph_dit import load
 from support.tensors import relative_error
 
 CHOICE = {"attention": "comfy_kitchen_int8"}
@@ -39,10 +46,6 @@ def write(small, tmp_path):
     return write
 
 
-load = from_pack("support.glyph_dit:load")
-attention = from_pack("int8_dit.nodes.attention.attention_override")
-
-
 @pytest.fixture
 def save(dit, tmp_path):
     """Save a MODEL in one of two formats and read its choices from the file."""
@@ -66,8 +69,6 @@ FORMS = ("safetensors", "gguf")
 
 def with_lora(model, config=CHOICE):
     """A clone with a LoRA that chooses for the other layer and changes no weight."""
-    import comfy.lora
-
     clone = model.clone()
     patches = comfy.lora.load_lora({IN_LORA: encoded(config)}, comfy.lora.model_lora_keys_unet(model.model, {}))
     assert clone.add_patches(patches, 1.0) == [IN_LORA]
@@ -90,7 +91,7 @@ def called(small, preferred):
 # Followed and shown
 
 
-def test_the_files_choice_is_followed_and_shown(dit, small, write, load, preferred, called):
+def test_the_files_choice_is_followed_and_shown(dit, small, write, preferred, called):
     plain = load(write({}, "plain.safetensors"))
     expected = small.output(plain)
     assert str(dit.summarize(plain)).endswith("attention as ComfyUI") and not preferred
@@ -101,14 +102,14 @@ def test_the_files_choice_is_followed_and_shown(dit, small, write, load, preferr
 
 
 @pytest.mark.parametrize("where", ("file", "LoRA"))
-def test_the_method_that_leaves_out_is_followed_with_its_threshold(write, load, called, where):
+def test_the_method_that_leaves_out_is_followed_with_its_threshold(write, called, where):
     config = {"attention": "comfy_kitchen_sol", "tau": 0.25}
     model = load(write({KEY: encoded(config)} if where == "file" else {}))
     model = model if where == "file" else with_lora(model, config)
     assert [call["tau"] for call in called(model)[0]] == [0.25]
 
 
-def test_a_loras_choice_is_followed_and_shown(dit, write, load, called):
+def test_a_loras_choice_is_followed_and_shown(dit, write, called):
     model = load(write({KEY: encoded(CHOICE)}))
     clone = with_lora(model)
     assert dit.described(clone) == "as ComfyUI, 2 layers chosen by the file or a LoRA"
@@ -116,7 +117,7 @@ def test_a_loras_choice_is_followed_and_shown(dit, write, load, called):
     assert [len(called(chosen)[0]) for chosen in (clone, model)] == [2, 1]
 
 
-def test_what_cannot_run_here_is_shown(dit, write, load, of_today):
+def test_what_cannot_run_here_is_shown(dit, write, of_today):
     model = load(write({KEY: encoded(CHOICE)}))
     assert dit.described(model) == "as ComfyUI, the choice for 1 layer cannot run here"
 
@@ -126,7 +127,7 @@ def test_what_cannot_run_here_is_shown(dit, write, load, of_today):
 
 @pytest.mark.parametrize("config", (CHOICE, [CHOICE, {"attention": "comfy_kitchen_int8", "tau": 0.25}]))
 @pytest.mark.parametrize("form", FORMS)
-def test_saved_files_keep_it(write, load, save, of_today, form, config):
+def test_saved_files_keep_it(write, save, of_today, form, config):
     """Also where what is chosen is not available, as here."""
     path, saved = save(load(write({KEY: encoded(config)})), form)
     assert saved == {KEY: config}
@@ -134,7 +135,7 @@ def test_saved_files_keep_it(write, load, save, of_today, form, config):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_clone_saves_its_own(small, write, load, save, preferred, form):
+def test_each_clone_saves_its_own(small, write, save, preferred, form):
     """Whichever of them is in the modules."""
     model = load(write({KEY: encoded(CHOICE)}))
     clone, plain = with_lora(model), {KEY: CHOICE}
@@ -145,12 +146,8 @@ def test_each_clone_saves_its_own(small, write, load, save, preferred, form):
 
 
 @pytest.mark.parametrize("stock", (True, False), ids=("ComfyUI's loader", "this pack's"))
-def test_quantizing_keeps_it(write, load, save, called, stock):
+def test_quantizing_keeps_it(write, save, called, stock):
     """And a LoRA's choice is no reason to refuse the MODEL."""
-    import comfy.sd
-
-    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
-
     path = write({KEY: encoded(CHOICE)})
     model = with_lora(comfy.sd.load_diffusion_model(path) if stock else load(path))
     quantized, *_ = quantize_model(model, QuantizationSettings("rotate"), "fused int8", None)
@@ -158,9 +155,7 @@ def test_quantizing_keeps_it(write, load, save, called, stock):
     assert len(called(quantized)[0]) == 2
 
 
-def test_a_second_gpus_copy_keeps_it(write, load, called):
-    from int8_dit.nodes.loading.load import rebuild_int8_model
-
+def test_a_second_gpus_copy_keeps_it(write, called):
     model = load(write({KEY: encoded(CHOICE)}))
     again = rebuild_int8_model(model.model, "fused int8")
     assert again.get_model_object(f"diffusion_model.{LAYER}").config == CHOICE
@@ -169,7 +164,7 @@ def test_a_second_gpus_copy_keeps_it(write, load, called):
     assert len(called(copy)[0]) == 2
 
 
-def test_damaged_ones_are_named(write, load):
+def test_damaged_ones_are_named(write):
     nested = torch.full((100_000,), ord("["), dtype=torch.uint8)
     broken = torch.full((4,), 255, dtype=torch.uint8)
     for damaged in (encoded(CHOICE)[:-1], encoded([]), encoded("sage"), broken, nested):
@@ -184,14 +179,12 @@ def test_damaged_ones_are_named(write, load):
 
 @pytest.fixture
 def older(pack):
-    import comfy.ldm.modules.attention
-
     if hasattr(comfy.ldm.modules.attention, "ComfyAttention"):
         pytest.skip("this ComfyUI has it")
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_older_comfyui_ignores_and_keeps_it(dit, older, small, write, load, save, monkeypatch, form):
+def test_an_older_comfyui_ignores_and_keeps_it(dit, older, small, write, save, monkeypatch, form):
     """Nor is what an earlier block does not choose taken for missing."""
     monkeypatch.setitem(small.WAN_SIZES, "num_layers", 3)
     choices = {f"blocks.{block}.self_attn.comfy_attention.config": CHOICE for block in (1, 2)}
@@ -208,8 +201,6 @@ def test_an_older_comfyui_ignores_and_keeps_it(dit, older, small, write, load, s
 
 @pytest.fixture
 def kernel(preferred, monkeypatch):
-    import comfy_kitchen
-
     kernel = FloatAttention()
     monkeypatch.setattr(comfy_kitchen, "int8_attention", kernel, raising=False)
     monkeypatch.delattr(comfy_kitchen, "prequantize_int8_attention", raising=False)
@@ -236,7 +227,7 @@ WIDGETS = {
 @pytest.mark.parametrize("widget", WIDGETS)
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_the_widget_beside_what_layers_choose(
-    dit, small, write, load, preferred, kernel, exact, attention, monkeypatch, widget, choosing
+    dit, small, write, preferred, kernel, exact, monkeypatch, widget, choosing
 ):
     """INT8 attention declines to it, and `auto` leaves it alone. A later choice takes the place of an earlier one."""
     kind, widest, calls = WIDGETS[widget]
@@ -260,7 +251,7 @@ def test_the_widget_beside_what_layers_choose(
 
 
 @pytest.mark.parametrize("choosing", (False, True), ids=("as an override", "before choices"))
-def test_a_masked_forward(small, load, preferred, kernel, attention, tmp_path, monkeypatch, choosing):
+def test_a_masked_forward(small, preferred, kernel, tmp_path, monkeypatch, choosing):
     """Ideogram 4 with padded text."""
     path = str(tmp_path / "ideogram.safetensors")
     choice = {"layers.1.attention.comfy_attention.config": encoded(CHOICE)} if choosing else {}
@@ -275,7 +266,7 @@ def test_a_masked_forward(small, load, preferred, kernel, attention, tmp_path, m
     assert kernel.calls == kernel.masked == 2
 
 
-def test_int8_attention_stays_an_override_where_no_layer_chooses(small, write, load, preferred, kernel, attention):
+def test_int8_attention_stays_an_override_where_no_layer_chooses(small, write, preferred, kernel):
     """So that what calls attention beside the layers, and a node that calls the override it finds, have it too."""
     model = load(write({}))
     attention.set_attention(model, INT8)
@@ -296,7 +287,7 @@ def test_int8_attention_stays_an_override_where_no_layer_chooses(small, write, l
     assert len(seen) == LAYERS
 
 
-def test_another_override_stays_before_the_layers_choice(small, write, load, preferred, kernel, attention):
+def test_another_override_stays_before_the_layers_choice(small, write, preferred, kernel):
     model = load(write({KEY: encoded(CHOICE)}))
     seen = []
 
@@ -313,7 +304,7 @@ def test_another_override_stays_before_the_layers_choice(small, write, load, pre
     assert len(seen) == kernel.calls == LAYERS and not preferred
 
 
-def test_choices_are_saved_from_under_int8_attention(write, load, save, preferred, kernel, attention):
+def test_choices_are_saved_from_under_int8_attention(write, save, preferred, kernel):
     model = load(write({KEY: encoded(CHOICE)}))
     attention.set_attention(model, INT8)
     assert save(with_lora(model), "safetensors")[1] == {KEY: CHOICE, OTHER_KEY: CHOICE}

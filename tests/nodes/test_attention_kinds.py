@@ -3,14 +3,22 @@
 A card's fastest exact attention is a function here that counts its calls; INT8 is the pack's own, as a CPU runs it.
 """
 
+import inspect
 from functools import partial
 
+import comfy.ldm.modules.attention
 import pytest
 import torch
 
+from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+from int8_dit.nodes.attention import attention_kinds
+from int8_dit.nodes.attention.attention_kinds import ATTENTION_KINDS
+from int8_dit.nodes.attention.attention_override import AttentionOverride, set_attention
+from int8_dit.nodes.load_int8_dit import LoadINT8DiT
+from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
 from support.architectures import ARCHITECTURES
 from support.attention_calls import OVERRIDE, overridden, random_qkv
-from support.pack import from_pack
+from support.inductor_kernels import plain_attention
 from support.tensors import relative_error
 
 AUTO, AS_COMFYUI, INT8 = "auto", "as ComfyUI", "INT8"
@@ -22,23 +30,13 @@ FAMILIES = ("Ideogram 4", "Flux", "Qwen-Image", "SD3", "Z-Image", "Lumina 2", "W
 @pytest.fixture
 def core(pack):
     """comfy.ldm.modules.attention where PyTorch's attention was chosen, as on a GPU."""
-    import comfy.ldm.modules.attention
-
-    from support.inductor_kernels import plain_attention
-
     with plain_attention():
         yield comfy.ldm.modules.attention
-
-
-set_attention = from_pack("int8_dit.nodes.attention.attention_override:set_attention")
 
 
 @pytest.fixture
 def auto(core, exact):
     """The override of the choice `auto`."""
-    from int8_dit.nodes.attention.attention_kinds import ATTENTION_KINDS
-    from int8_dit.nodes.attention.attention_override import AttentionOverride
-
     return lambda outer=None: AttentionOverride(ATTENTION_KINDS[AUTO], torch.device("cpu"), outer)
 
 
@@ -88,16 +86,14 @@ def test_what_stays_comfyuis(core, auto, exact, function, fastest, options):
 # On which MODEL it is put
 
 
-def test_on_a_cpu_auto_is_as_comfyui(dit, set_attention):
+def test_on_a_cpu_auto_is_as_comfyui(dit):
     model = dit.stock()
     set_attention(model, AUTO)
     assert OVERRIDE not in model.model_options["transformer_options"] and dit.described(model) == AS_COMFYUI
 
 
 @pytest.mark.parametrize("flag", ("attention_sub_quad", "attention_split"))
-def test_a_launch_flags_attention_stays(core, dit, set_attention, monkeypatch, flag):
-    from int8_dit.nodes.attention import attention_kinds
-
+def test_a_launch_flags_attention_stays(core, dit, monkeypatch, flag):
     gpu = torch.device("cuda")
     assert attention_kinds._chooses_exact(gpu)
     for name in ("optimized_attention", "optimized_attention_masked"):
@@ -106,13 +102,11 @@ def test_a_launch_flags_attention_stays(core, dit, set_attention, monkeypatch, f
 
 
 def test_a_comfyui_without_the_function_keeps_its_attention(pack, monkeypatch):
-    from int8_dit.nodes.attention import attention_kinds
-
     monkeypatch.delattr("comfy.ldm.modules.attention.attention_pytorch")
     assert not attention_kinds._chooses_exact(torch.device("cuda"))
 
 
-def test_the_fastest_exact_way_gives_way_to_int8_and_not_the_other_way_round(dit, core, exact, set_attention):
+def test_the_fastest_exact_way_gives_way_to_int8_and_not_the_other_way_round(dit, core, exact):
     first, second = dit.stock(), dit.stock()
     for model, kinds in ((first, (AUTO, INT8)), (second, (INT8, AUTO))):
         for kind in kinds:
@@ -122,9 +116,6 @@ def test_the_fastest_exact_way_gives_way_to_int8_and_not_the_other_way_round(dit
 
 
 def test_what_int8_does_not_take_the_fastest_exact_way_does(core, exact):
-    from int8_dit.nodes.attention.attention_kinds import ATTENTION_KINDS
-    from int8_dit.nodes.attention.attention_override import AttentionOverride
-
     override, qkv = AttentionOverride(ATTENTION_KINDS[INT8], torch.device("cpu")), tensors()
     expected = core.attention_pytorch(*qkv, HEADS)
     assert not torch.equal(run(core.attention_pytorch, override, qkv), expected) and exact.calls == 0
@@ -133,12 +124,6 @@ def test_what_int8_does_not_take_the_fastest_exact_way_does(core, exact):
 
 
 def test_it_is_the_default_of_new_nodes_and_not_of_old_workflows(pack):
-    import inspect
-
-    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-    from int8_dit.nodes.load_int8_dit import LoadINT8DiT
-    from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
-
     for node in (LoadINT8DiT, ApplyFusedINT8Kernel, QuantizeToINT8SmoothQuant):
         (widget,) = (widget for widget in node.define_schema().inputs if widget.id == "attention")
         assert widget.default == AUTO and widget.options == [AUTO, AS_COMFYUI, INT8, "INT8 (comfy-kitchen)"]
@@ -149,7 +134,7 @@ def test_it_is_the_default_of_new_nodes_and_not_of_old_workflows(pack):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_models_keep_their_output_and_int8_moves_it_a_little(dit, small, core, exact, set_attention, name):
+def test_models_keep_their_output_and_int8_moves_it_a_little(dit, small, core, exact, name):
     architecture = ARCHITECTURES[name]
     model = small.stock_of(architecture)
     expected = small.output_of(architecture, model)

@@ -4,11 +4,23 @@ import contextlib
 import json
 import math
 
+import folder_paths
 import pytest
 import torch
+from comfy_api.torch_helpers import set_torch_compile_wrapper
+from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch._dynamo.testing import CompileCounterWithBackend
 
+from int8_dit.kernels import AttentionError
+from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+from int8_dit.nodes.attention import attention_kinds
+from int8_dit.nodes.linears.file_notes import keep_recipe
+from int8_dit.nodes.load_int8_dit import LoadINT8DiT
+from int8_dit.nodes.quantization.calibration import load_calibration, merge_calibrations, save_calibration
+from int8_dit.nodes.quantization.recorder import Recording, armed
+from support import comfyui_today
 from support.attention_calls import OVERRIDE
 from support.file_formats import encoded
 from support.tensors import relative_error
@@ -57,8 +69,6 @@ def quantized(dit, file, calibration):
 @pytest.fixture
 def rounded(pack, monkeypatch):
     """The attention calls that INT8 computed, which grows with them."""
-    from int8_dit.nodes.attention import attention_kinds
-
     calls, run = [], attention_kinds.int8_attention
     monkeypatch.setattr(attention_kinds, "int8_attention", lambda *args: calls.append(args) or run(*args))
     return calls
@@ -74,8 +84,6 @@ def set_attention(model, kind=INT8):
 
 def protected(model, *blocks):
     """INT8 attention but in these blocks."""
-    from int8_dit.nodes.linears.file_notes import keep_recipe
-
     keep_recipe(model, {"attention": {"exact": blocks}})
     return set_attention(model)
 
@@ -85,8 +93,6 @@ def protected(model, *blocks):
 
 def test_a_calibration_shows_the_error_of_each_block(dit, file, calibration):
     """That of the calls which the blocks make, one after another."""
-    from int8_dit.kernels import AttentionError
-
     calls, model = [], dit.stock(file)
 
     def watching(func, q, k, v, heads, **kwargs):
@@ -108,8 +114,6 @@ def test_a_calibration_shows_the_error_of_each_block(dit, file, calibration):
 
 
 def test_of_an_armed_model_nothing_is_seen_but_while_it_samples(dit, file, rounded):
-    from int8_dit.nodes.quantization.recorder import Recording, armed
-
     recording = Recording()
     model = armed(dit.stock(file), recording)
     dit.sample(model)
@@ -120,8 +124,6 @@ def test_of_an_armed_model_nothing_is_seen_but_while_it_samples(dit, file, round
 
 def test_another_nodes_override_computes_while_it_is_observed(dit, file):
     """And is all that a MODEL quantized from the armed one has."""
-    from int8_dit.nodes.quantization.recorder import Recording, armed
-
     model, recording = dit.stock(file), Recording()
     assert OVERRIDE not in dit.quantize(armed(model, Recording())).model_options["transformer_options"]
     doubling = lambda func, q, *args, **kwargs: func(2 * q, *args, **kwargs)  # noqa: E731
@@ -134,8 +136,6 @@ def test_another_nodes_override_computes_while_it_is_observed(dit, file):
 
 def test_in_containers_it_sees_the_same(small, monkeypatch):
     """As ComfyUI 0.36 and newer give them to overrides."""
-    from support import comfyui_today
-
     seen = []
     for version in (contextlib.nullcontext, comfyui_today.today):
         with monkeypatch.context() as patch, version():
@@ -150,8 +150,6 @@ def test_in_containers_it_sees_the_same(small, monkeypatch):
 @pytest.mark.parametrize("chosen", (False, True), ids=("no layer chooses", "a layer chooses"))
 def test_what_layers_choose_computes_while_they_are_recorded(small, preferred, rounded, monkeypatch, chosen, kind):
     """Then nothing is observed: ComfyUI would not ask them beside any override."""
-    from int8_dit.nodes.quantization.recorder import Recording, armed
-
     monkeypatch.setattr("int8_dit.nodes.attention.attention_kinds._chooses_exact", lambda device: True)
     model = small.wan()
     if chosen:
@@ -245,10 +243,6 @@ def test_compiled_each_block_does_as_it_was_told(compilable, small, monkeypatch)
 @pytest.mark.parametrize("quantize", (False, True), ids=("bf16", "fused INT8"))
 def test_a_model_under_torch_compile_model(compilable, small, dit, monkeypatch, quantize):
     """As ComfyUI's node does it, which lets no guard look at transformer_options."""
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     source = small.ideogram4(monkeypatch)
     model = protected(dit.quantize(source) if quantize else source, "layers.1")
     for _ in range(2):
@@ -276,11 +270,6 @@ def test_files_keep_it(dit, quantized, rounded, tmp_path, form):
 
 
 def test_all_nodes_that_set_it_obey(dit, file, calibration, quantized, rounded, tmp_path, monkeypatch):
-    import folder_paths
-
-    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-    from int8_dit.nodes.load_int8_dit import LoadINT8DiT
-
     path = dit.save(quantized, tmp_path / "saved.safetensors")
     monkeypatch.setattr(folder_paths, "get_full_path_or_raise", lambda folder, name: name)
     loaded, line = LoadINT8DiT.execute(path, "fused int8", attention=INT8).result
@@ -296,8 +285,6 @@ def test_all_nodes_that_set_it_obey(dit, file, calibration, quantized, rounded, 
 
 @pytest.mark.parametrize("said", (None, 3, {}, {"exact": None}, {"exact": [1, None]}, {"exact": {}}, ["exact"]))
 def test_a_recipe_that_says_something_else_says_nothing(dit, quantized, said):
-    from int8_dit.nodes.linears.file_notes import keep_recipe
-
     model = quantized.clone()
     keep_recipe(model, {"attention": said})
     assert dit.described(set_attention(model)) == "INT8 where it fits"
@@ -307,8 +294,6 @@ def test_a_recipe_that_says_something_else_says_nothing(dit, quantized, said):
 
 
 def test_a_calibrations_file_keeps_it(dit, calibration, tmp_path):
-    from int8_dit.nodes.quantization.calibration import load_calibration, merge_calibrations, save_calibration
-
     path = str(tmp_path / "c.safetensors")
     save_calibration(calibration, path, {})
     loaded = load_calibration(path)
@@ -323,8 +308,6 @@ WRONG = ([2, 1.0], [2, "a", 1.0], [2, -1.0, 1.0], [True, 1.0, 1.0], 3, [0, 1.0, 
 
 
 def test_an_earlier_file_has_none_and_a_damaged_one_is_named(calibration, tmp_path):
-    from int8_dit.nodes.quantization.calibration import load_calibration, save_calibration
-
     path, key = str(tmp_path / "c.safetensors"), "int8_dit_calibrated_attention"
     save_calibration(calibration, path, {})
     with safe_open(path, framework="pt") as file:

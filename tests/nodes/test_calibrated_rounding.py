@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
+
 ACT16 = "INT8 with 16-bit activations"
 
 
@@ -69,8 +71,6 @@ def test_without_calibration_it_is_nearest(dit, model):
 
 def test_widgets_are_behind_the_older_ones_and_may_be_missing(pack):
     """Workflows that were saved without them keep the values of the others."""
-    from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
-
     last = QuantizeToINT8SmoothQuant.define_schema().inputs[-4:]
     assert [widget.id for widget in last] == ["protected_in", "rounding", "attention", "weights"]
     assert all(widget.optional for widget in last)

@@ -6,15 +6,26 @@ import math
 import os
 import re
 
+import comfy.ops
+import comfy.sd
+import folder_paths
 import pytest
 import torch
+from comfy.patcher_extension import CallbacksMP
+from comfy_api.torch_helpers import set_torch_compile_wrapper
+from comfy_execution.utils import CurrentNodeContext
+from comfy_extras import nodes_custom_sampler as sampling
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from int8_dit.kernels import ActivationStatistics
+from int8_dit.nodes.calibrations import FOLDER, LoadINT8Calibration, MergeINT8Calibrations, SaveINT8Calibration
+from int8_dit.nodes.linears.layer_selection import quantizable_linears
+from int8_dit.nodes.quantization import calibration as files
+from int8_dit.nodes.quantization import recorder
+from int8_dit.nodes.quantization.calibration import Calibration, merge_calibrations
+from support.comfyui_today import today
 from support.file_formats import int8
-from support.pack import from_pack
-
-recorder = from_pack("int8_dit.nodes.quantization.recorder")
 
 
 def prompts_of(inputs):
@@ -23,8 +34,6 @@ def prompts_of(inputs):
 
 def sample_as_the_user_would(model, inputs, negative=None, cfg=1.0):
     """The graph RandomNoise + BasicGuider or CFGGuider + SamplerCustomAdvanced, on the calibration inputs."""
-    from comfy_extras import nodes_custom_sampler as sampling
-
     for index, positive in enumerate(prompts_of(inputs)):
         if negative is None:
             (guider,) = sampling.BasicGuider.execute(model, positive).result
@@ -97,7 +106,7 @@ def test_without_a_prompt_the_model_runs_unconditionally(dit, small, ideogram):
     assert calibration.statistics[image].calls == 2
 
 
-def test_the_recorder_sees_what_any_sampler_does_and_changes_no_result(dit, model, recorder):
+def test_the_recorder_sees_what_any_sampler_does_and_changes_no_result(dit, model):
     """Also of a MODEL that a node cloned from the armed one."""
     inputs = dit.calibration(model)
     for clone in (lambda armed: armed, lambda armed: dit.with_lora(armed, dit.lora(dit.LINEARS))):
@@ -109,10 +118,8 @@ def test_the_recorder_sees_what_any_sampler_does_and_changes_no_result(dit, mode
         assert torch.equal(dit.sample(armed, "INT8", steps=2), expected)
 
 
-def test_a_model_that_goes_away_while_it_is_observed_leaves_nothing(dit, model, recorder):
+def test_a_model_that_goes_away_while_it_is_observed_leaves_nothing(dit, model):
     """Its modules live on in other clones, and its address may become that of another one."""
-    from comfy.patcher_extension import CallbacksMP
-
     recording = recorder.Recording()
     armed = recorder.armed(model, recording)
     (begin,) = armed.get_callbacks(CallbacksMP.ON_PRE_RUN, recorder.RECORDER_KEY)
@@ -131,10 +138,8 @@ def test_a_model_that_goes_away_while_it_is_observed_leaves_nothing(dit, model, 
     assert not dit.module(model, dit.LAYER)._forward_pre_hooks
 
 
-def test_two_models_of_one_guider_have_statistics_of_their_own(small, ideogram, recorder):
+def test_two_models_of_one_guider_have_statistics_of_their_own(small, ideogram):
     """DualModelGuider, as Ideogram 4 is sampled: text reaches the one, none the other."""
-    from comfy_extras import nodes_custom_sampler as sampling
-
     inputs = small.calibration(ideogram)
     models = ideogram, small.ideogram4_again(ideogram)
     recordings = recorder.Recording(), recorder.Recording()
@@ -151,10 +156,8 @@ def test_two_models_of_one_guider_have_statistics_of_their_own(small, ideogram, 
     assert not [module for model in models for module in model.model.modules() if module._forward_pre_hooks]
 
 
-def test_samplings_are_told_apart_by_the_node_that_samples(dit, model, recorder):
+def test_samplings_are_told_apart_by_the_node_that_samples(dit, model):
     """Collect Calibration takes those that come before it, whatever else has run by then."""
-    from comfy_execution.utils import CurrentNodeContext
-
     recording = recorder.Recording()
     armed = recorder.armed(model, recording)
     for node, steps in (("1", 1), ("2", 2), ("2", 3)):
@@ -166,9 +169,7 @@ def test_samplings_are_told_apart_by_the_node_that_samples(dit, model, recorder)
         recording.calibration({"3"})
 
 
-def test_a_sampler_that_expands_counts_as_itself(dit, model, recorder):
-    from comfy_execution.utils import CurrentNodeContext
-
+def test_a_sampler_that_expands_counts_as_itself(dit, model):
     recording = recorder.Recording()
     with CurrentNodeContext("a", "7.0.0.3"):
         dit.sample(recorder.armed(model, recording))
@@ -178,7 +179,7 @@ def test_a_sampler_that_expands_counts_as_itself(dit, model, recorder):
         recording.calibration({"7.0.0.1", "70"})
 
 
-def test_many_samplings_take_no_more_memory_than_one(dit, model, recorder):
+def test_many_samplings_take_no_more_memory_than_one(dit, model):
     def kept(samplings):
         recording = recorder.Recording()
         armed = recorder.armed(model, recording)
@@ -219,7 +220,7 @@ def test_mask_and_batch_index_of_the_latent_are_used(dit, model):
         )
 
 
-def test_an_error_while_recording_leaves_no_observer(dit, model, recorder):
+def test_an_error_while_recording_leaves_no_observer(dit, model):
     def fail(apply_model, arguments):
         raise ArithmeticError("out of luck")
 
@@ -231,10 +232,6 @@ def test_an_error_while_recording_leaves_no_observer(dit, model, recorder):
 
 def comfyuis_int8(model):
     """A MODEL of ComfyUI's own loader with the same weights in native INT8."""
-    import comfy.sd
-
-    from int8_dit.nodes.linears.layer_selection import quantizable_linears
-
     tensors = model.model.diffusion_model.state_dict()
     return comfy.sd.load_diffusion_model_state_dict(dict(int8(tensors, quantizable_linears(model)).tensors))
 
@@ -242,11 +239,6 @@ def comfyuis_int8(model):
 @pytest.mark.parametrize("holds", ("floats", "INT8"))
 def test_linears_that_comfyui_calls_past_their_forward_are_seen(dit, small, monkeypatch, holds):
     """It does so with those in ComfyUI's own INT8, and in fp16 with `--fast fp16_accumulation`."""
-    import comfy.ops
-
-    from int8_dit.nodes.linears.layer_selection import quantizable_linears
-    from support.comfyui_today import today
-
     with today("linear_input_act"):
         monkeypatch.setattr(comfy.ops, "_fp16_linear_wanted", lambda x: True)
         model = small.wan()
@@ -259,16 +251,14 @@ def test_linears_that_comfyui_calls_past_their_forward_are_seen(dit, small, monk
     assert not any("comfy_force_forward" in vars(module) for module in modules)
 
 
-def test_a_compiled_model_cannot_be_recorded(dit, model, recorder):
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-
+def test_a_compiled_model_cannot_be_recorded(dit, model):
     armed = recorder.armed(model, recorder.Recording())
     set_torch_compile_wrapper(armed, backend="eager")
     with pytest.raises(ValueError, match=r"torch.compile cannot be recorded; take that node out"):
         dit.sample(armed)
 
 
-def test_a_nan_names_the_first_layer_that_gets_it(dit, tmp_path, recorder, interrupt_at):
+def test_a_nan_names_the_first_layer_that_gets_it(dit, tmp_path, interrupt_at):
     """The attention in the second block puts it out. In a recording, and in the node's own run, which it ends."""
     weights = dit.tensors()
     weights["joint_blocks.1.x_block.attn.proj.bias"][0] = math.nan
@@ -283,7 +273,7 @@ def test_a_nan_names_the_first_layer_that_gets_it(dit, tmp_path, recorder, inter
         dit.run_node(model, **dit.calibration(model, steps=50))
 
 
-def test_quantizing_the_armed_model_records_no_more(dit, model, recorder):
+def test_quantizing_the_armed_model_records_no_more(dit, model):
     recording = recorder.Recording()
     quantized = dit.quantize(recorder.armed(model, recording))
     dit.sample(quantized)
@@ -294,10 +284,7 @@ def test_quantizing_the_armed_model_records_no_more(dit, model, recorder):
 # Kept in files.
 
 
-files = from_pack("int8_dit.nodes.quantization.calibration")
-
-
-def save(files, calibration, path):
+def save(calibration, path):
     files.save_calibration(calibration, str(path), {})
     return str(path)
 
@@ -312,7 +299,7 @@ def assert_same(a, b):
         assert [part.tolist() for part in seen.sample.parts] == [part.tolist() for part in other.sample.parts]
 
 
-def test_a_calibration_comes_back_from_its_file(dit, model, calibration, files, tmp_path):
+def test_a_calibration_comes_back_from_its_file(dit, model, calibration, tmp_path):
     loaded = files.load_calibration(save(files, calibration, tmp_path / "c.safetensors"))
     assert_same(loaded, calibration)
     dit.assert_same_tensors(
@@ -322,16 +309,11 @@ def test_a_calibration_comes_back_from_its_file(dit, model, calibration, files, 
 
 
 def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, monkeypatch):
-    import folder_paths
-
-    from int8_dit.nodes.calibrations import FOLDER, LoadINT8Calibration, MergeINT8Calibrations
-    from int8_dit.nodes.quantization import calibration as calibration_file
-
     assert [folder_paths.models_dir, folder_paths.get_output_directory()] == [
         os.path.dirname(place) for place in folder_paths.get_folder_paths(FOLDER)
     ]
     monkeypatch.setitem(folder_paths.folder_names_and_paths, FOLDER, ([str(tmp_path)], {".safetensors"}))
-    save(calibration_file, calibration, tmp_path / "mine.safetensors")
+    save(files, calibration, tmp_path / "mine.safetensors")
     (loaded,) = LoadINT8Calibration.execute("mine.safetensors").result
     assert_same(loaded, calibration)
     (merged,) = MergeINT8Calibrations.execute({"calibration_0": loaded, "calibration_1": loaded}).result
@@ -339,8 +321,6 @@ def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, m
 
 
 def test_a_quantization_without_calibration_has_none_to_keep(dit, model):
-    from int8_dit.nodes.calibrations import MergeINT8Calibrations, SaveINT8Calibration
-
     nothing = dit.run_node(model)[3]
     with pytest.raises(ValueError, match="there is no calibration: Quantize to INT8 had no calibration inputs"):
         SaveINT8Calibration.execute(nothing, "int8_calibrations/none")
@@ -413,7 +393,7 @@ def damaged(path, damage):
         (never_called, "no layer was called"),
     ),
 )
-def test_a_damaged_calibration_names_file_and_layer(calibration, files, tmp_path, damage, message):
+def test_a_damaged_calibration_names_file_and_layer(calibration, tmp_path, damage, message):
     path = save(files, calibration, tmp_path / "broken.safetensors")
     damaged(path, damage)
     with pytest.raises(ValueError, match=rf"^broken\.safetensors: .*{message}") as error:
@@ -423,9 +403,6 @@ def test_a_damaged_calibration_names_file_and_layer(calibration, files, tmp_path
 
 @pytest.mark.parametrize("value", (1e12, 1e-30, 0.0))
 def test_a_model_can_be_quantized_with_the_largest_and_smallest_values_that_load(dit, model, calibration, value):
-    from int8_dit.kernels import ActivationStatistics
-    from int8_dit.nodes.quantization.calibration import Calibration
-
     statistics = {
         name: ActivationStatistics.restored(
             1, 1.0, torch.full_like(seen.absmax, value), [seen.sample.rows[:4] * 0 + value]
@@ -440,7 +417,7 @@ def test_a_model_can_be_quantized_with_the_largest_and_smallest_values_that_load
     assert bool(torch.isfinite(picture).all()) and bool(torch.isfinite(dit.output(quantized)).all())
 
 
-def test_a_file_that_is_no_whole_calibration(dit, calibration, files, tmp_path):
+def test_a_file_that_is_no_whole_calibration(dit, calibration, tmp_path):
     path = tmp_path / "c.safetensors"
     save(files, calibration, path)
     path.write_bytes(path.read_bytes()[:-10])
@@ -454,8 +431,6 @@ def test_a_file_that_is_no_whole_calibration(dit, calibration, files, tmp_path):
 
 
 def test_merged_calibrations_are_as_recorded_together(dit, model):
-    from int8_dit.nodes.quantization.calibration import merge_calibrations
-
     inputs = [dit.calibration(model), dit.calibration(model, text="DIT3") | {"seed": 1}]
     both = inputs[0] | {"positive": {f"positive_{i}": prompts_of(one)[0] for i, one in enumerate(inputs)}}
     merged = merge_calibrations([calibration_of(dit, model, one) for one in inputs])
@@ -469,16 +444,12 @@ def test_merged_calibrations_are_as_recorded_together(dit, model):
 
 
 def with_shapes(calibration, change):
-    from int8_dit.nodes.quantization.calibration import Calibration
-
     shapes = dict(calibration.shapes)
     change(shapes)
     return Calibration(shapes, calibration.statistics)
 
 
 def test_a_calibration_of_another_model_is_refused_with_the_first_layer_that_differs(dit, model, calibration):
-    from int8_dit.nodes.quantization.calibration import merge_calibrations
-
     layers = sorted((dit.LINEARS[9], dit.LINEARS[4]), key=list(calibration.shapes).index)
     other = with_shapes(calibration, lambda shapes: shapes.update(dict.fromkeys(layers, (3, 5))))
     own = list(calibration.shapes[layers[0]])

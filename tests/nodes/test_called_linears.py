@@ -3,6 +3,8 @@
 import sys
 import types
 
+import comfy.ops
+import comfy_kitchen
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,28 +17,20 @@ def weight_in_floats(linear, x):
 
 
 def cast(linear, x):
-    import comfy.ops
-
     weight, bias = comfy.ops.cast_bias_weight(linear, x)
     return F.linear(x, weight, bias)
 
 
 def numbers(linear, x):
-    import comfy_kitchen
-
     weight = linear.weight
     return comfy_kitchen.int8_linear(x, weight._qdata, weight.params.scale, linear.bias, x.dtype)
 
 
 def part_of_the_weight(linear, x):
-    import comfy.ops
-
     return linear._forward(x, *comfy.ops.cast_bias_weight(linear, x, offloadable=False))
 
 
 def part_by_name(linear, x):
-    import comfy.ops
-
     weight, bias = comfy.ops.cast_bias_weight(linear, x, offloadable=False)
     return linear._forward(x, weight=weight, bias=bias)
 

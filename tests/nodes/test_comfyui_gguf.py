@@ -14,6 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support import workflows
+from support.environment import Environment
+from support.server import serve as serve_packs
+from support.small_models import wide_mmdit_tensors
 from support.tensors import relative_error
 from support.workflows import Prompt, link
 
@@ -29,9 +32,6 @@ pytestmark = pytest.mark.skipif(not THEIRS, reason="COMFYUI_GGUF_PATH is not set
 
 def serve(base, ours=True):
     """A server with ComfyUI-GGUF, with this pack beside it or without."""
-    from support.environment import Environment
-    from support.server import serve as serve_packs
-
     (base / "custom_nodes").mkdir(parents=True)
     (base / "custom_nodes" / "ComfyUI-GGUF").symlink_to(Path(THEIRS).resolve())
     environment = Environment(python=Path(sys.executable), comfyui=Path(os.environ["COMFYUI_PATH"]).resolve())
@@ -41,8 +41,6 @@ def serve(base, ours=True):
 @pytest.fixture(scope="module")
 def both(pack, tmp_path_factory):
     """A server with both packs, and a second model file."""
-    from support.small_models import wide_mmdit_tensors
-
     with serve(tmp_path_factory.mktemp("both")) as running:
         save_file(wide_mmdit_tensors(), running.base / "models" / "diffusion_models" / "wide.safetensors")
         yield running

@@ -1,12 +1,14 @@
 """ComfyUI 0.36 and newer, as an imitation shows them: what the pack does around their linears."""
 
+import comfy.ops
 import pytest
+
+from int8_dit.nodes.comfyui import assumptions
+from int8_dit.nodes.linears.apply_kernel import apply_fused_kernel
 
 
 def test_a_rebuilt_model_does_not_lie_on_the_disk_of_the_other(of_today, dit):
     """ComfyUI reads weights again from a fast disk; what this pack made of them is in no file."""
-    from int8_dit.nodes.linears.apply_kernel import apply_fused_kernel
-
     model = dit.stock()
     model.fast_disk = True
     assert model.clone().fast_disk and not dit.quantize(model).fast_disk
@@ -24,15 +26,11 @@ def test_a_file_loads_where_weights_are_none_until_then(of_today, dit, tmp_path)
 @pytest.fixture
 def lacking(of_today, monkeypatch):
     """What is said of ComfyUI's linears when the pack is loaded beside 0.43."""
-    from int8_dit.nodes.comfyui import assumptions
-
     monkeypatch.setattr(assumptions, "comfyui_version", lambda: "0.43.0")
     return lambda: [found.partition(" (")[0] for found in assumptions.check_comfyui() if "comfy.ops" in found]
 
 
 def test_what_is_assumed_of_linears(lacking):
-    import comfy.ops
-
     assert lacking() == []
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(comfy.ops, "INPUT_ACT_EAGER")

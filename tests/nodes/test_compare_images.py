@@ -2,20 +2,20 @@
 
 import math
 
+import folder_paths
 import numpy
 import pytest
 import torch
 from PIL import Image
 
-from support.pack import from_pack
-
-fidelity = from_pack("int8_dit.nodes.pictures.comparison")
+from int8_dit.nodes.compare_images import CompareImagesINT8DiT as compare_node
+from int8_dit.nodes.pictures import comparison as fidelity
+from int8_dit.nodes.pictures.comparison import Fidelity, comparison_table
 
 
 @pytest.fixture
 def table_of(pack):
     """The table of PSNR values, or of (PSNR, SSIM), by candidate."""
-    from int8_dit.nodes.pictures.comparison import Fidelity, comparison_table
 
     def make(**values):
         pairs = {
@@ -24,9 +24,6 @@ def table_of(pack):
         return comparison_table({name: [Fidelity(*pair) for pair in own] for name, own in pairs.items()})
 
     return make
-
-
-compare_node = from_pack("int8_dit.nodes.compare_images:CompareImagesINT8DiT")
 
 
 def noisy(shape, noise, seed=0):
@@ -54,7 +51,7 @@ def ssim_by_formula(a, b):
 
 
 @pytest.mark.parametrize("shape, noise", (((24, 31, 3), 0.02), ((11, 11, 3), 0.2), ((17, 12, 1), 0.5)))
-def test_the_metrics_are_their_formulas(fidelity, shape, noise):
+def test_the_metrics_are_their_formulas(shape, noise):
     reference, image = noisy(shape, noise)
     got = fidelity.compare_images(reference, image, "image")
     error = (reference.double() - image.double()).square().mean()
@@ -62,14 +59,14 @@ def test_the_metrics_are_their_formulas(fidelity, shape, noise):
     assert got.ssim == pytest.approx(ssim_by_formula(reference, image), abs=1e-4)
 
 
-def test_identical_images(fidelity):
+def test_identical_images():
     """What lies outside of the range is cut off as in a file."""
     for image in (noisy((20, 20, 3), 0.0)[0], torch.zeros(20, 20, 3), torch.ones(20, 20, 3)):
         other = 3 * image if image.min() == 1 else image.clone()
         assert fidelity.compare_images(image, other, "image") == fidelity.Fidelity(math.inf, 1.0)
 
 
-def test_the_difference_is_amplified_and_cut_off(fidelity):
+def test_the_difference_is_amplified_and_cut_off():
     reference = torch.full((2, 2, 3), 0.5)
     image = reference + torch.tensor([[0.0, 0.01], [-0.02, 0.4]])[..., None]
     seen = fidelity.difference(reference, image, 10.0)
@@ -77,7 +74,7 @@ def test_the_difference_is_amplified_and_cut_off(fidelity):
     torch.testing.assert_close(seen, expected, atol=1e-6, rtol=0)
 
 
-def test_pairs_across_batches_and_lists(fidelity):
+def test_pairs_across_batches_and_lists():
     batch = torch.rand(3, 12, 14, 3)
     reference, images = fidelity.paired_images([batch], image=[batch[:1], batch[1:]])
     assert all(torch.equal(a, b) for a, b in zip(reference, images["image"], strict=True)) and len(reference) == 3
@@ -96,14 +93,14 @@ def test_pairs_across_batches_and_lists(fidelity):
         ((1, 10, 16, 3), (1, 10, 16, 3), "at least 11 x 11 pixels"),
     ),
 )
-def test_what_cannot_be_compared_is_named(fidelity, reference, image, message):
+def test_what_cannot_be_compared_is_named(reference, image, message):
     with pytest.raises(ValueError, match=message):
         fidelity.paired_images([torch.rand(reference)], image=[torch.rand(image)])
 
 
 @pytest.mark.parametrize("bad", (math.nan, math.inf))
 @pytest.mark.parametrize("name", ("reference", "image"))
-def test_a_broken_image_is_named(fidelity, name, bad):
+def test_a_broken_image_is_named(name, bad):
     images = {"reference": torch.rand(16, 16, 3), "image": torch.rand(16, 16, 3)}
     images[name][3, 4, 0] = bad
     with pytest.raises(ValueError, match=f"^{name} holds NaN or Inf"):
@@ -176,9 +173,7 @@ def test_a_pair_with_one_identical_image_has_no_difference_in_psnr(table_of):
     assert [row[3] for row in table["rows"]] == ["-", "+0.00", "+1.00", "+0.50", "+0.00 to +1.00"]
 
 
-def test_the_pictures_have_the_form_of_the_inputs(compare_node, tmp_path, monkeypatch):
-    import folder_paths
-
+def test_the_pictures_have_the_form_of_the_inputs(tmp_path, monkeypatch):
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
     reference, image = (
         torch.stack(pictures) for pictures in zip(*(noisy((16, 18, 3), 0.05, seed) for seed in range(3)), strict=True)

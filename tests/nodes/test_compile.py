@@ -1,19 +1,27 @@
 """torch.compile of ComfyUI's blocks and models with INT8 linears: one graph, the same result, no recompilation."""
 
+import comfy.lora
+import comfy.model_management
 import pytest
 import torch
+from comfy.model_patcher import LowVramPatch
+from comfy.weight_adapter.lora import LoRAAdapter
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
 
+from int8_dit.kernels import LowRank
+from int8_dit.nodes.files.holding import is_stored
+from int8_dit.nodes.linears.plain_loras import StoredLoRA
+from support import ideogram_block, small_models
+from support.architectures import ARCHITECTURES
 from support.covering import covering
+from support.inductor_kernels import quantizers_of
 
 STORED = (None, "Q8_0", "W4A8")
 
 
 @pytest.fixture
 def ideogram(compilable):
-    from support import ideogram_block
-
     return ideogram_block
 
 
@@ -73,9 +81,6 @@ def test_the_compiler_gets_the_operators(ideogram):
 @pytest.mark.parametrize("name", ("Ideogram 4", "SD3"))
 def test_all_quantizers_with_a_producer_are_folded_into_it(pack, name):
     """Those of a whole model, by what Inductor's scheduler would do on a GPU."""
-    from support.architectures import ARCHITECTURES
-    from support.inductor_kernels import quantizers_of
-
     quantizers, error = quantizers_of(ARCHITECTURES[name])
     assert quantizers.folded == quantizers.total["producer"] > 2 * quantizers.total["attention"]
     assert quantizers.graphs == 1 and error < 1e-3
@@ -83,15 +88,11 @@ def test_all_quantizers_with_a_producer_are_folded_into_it(pack, name):
 
 def patched(patches):
     """What ComfyUI attaches to a streamed weight for these patches of it."""
-    from comfy.model_patcher import LowVramPatch
-
     key = "diffusion_model.layer.weight"
     return [LowVramPatch(key, {key: [(0.5, patch, 1.0, None, None) for patch in patches]})]
 
 
 def lora(weight):
-    from comfy.weight_adapter.lora import LoRAAdapter
-
     generator = torch.Generator().manual_seed(1)
     up, down = (torch.randn(shape, generator=generator) for shape in ((weight.shape[0], 4), (4, weight.shape[1])))
     return LoRAAdapter(set(), (up, down, 2.0, None, None, None))
@@ -103,10 +104,6 @@ def difference(weight):
 
 def loras_of_stored(weight):
     """What the pack attaches instead to a weight in another form."""
-    from int8_dit.kernels import LowRank
-    from int8_dit.nodes.files.holding import is_stored
-    from int8_dit.nodes.linears.plain_loras import StoredLoRA
-
     [patch] = patched([lora(weight)])
     if not is_stored(weight):
         return [patch]
@@ -149,12 +146,6 @@ def test_patches_of_streamed_weights_are_in_the_one_graph(ideogram, kind, stored
 @pytest.mark.parametrize("streamed", (False, True))
 def test_a_model_with_a_lora_is_one_graph(compilable, streamed):
     """A whole one, as ComfyUI loads it onto a card with room for its weights or without."""
-    import comfy.lora
-    import comfy.model_management
-
-    from support import small_models
-    from support.architectures import ARCHITECTURES
-
     architecture = ARCHITECTURES["Ideogram 4"]
     model = small_models.int8_of(architecture).clone()
     layer = "diffusion_model.layers.1.attention.qkv"

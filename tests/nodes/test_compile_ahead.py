@@ -5,6 +5,13 @@ from functools import partial
 import pytest
 import torch
 
+from int8_dit.kernels.ahead import calls_ahead as ahead
+from int8_dit.kernels.operators import Operator
+from int8_dit.nodes.deferred.mode import Deferring
+from int8_dit.nodes.linears import compile_ahead
+from int8_dit.nodes.linears.compile_ahead import compile_planned
+from int8_dit.nodes.linears.int8_weight import is_int8
+from int8_dit.nodes.loading import load_plan
 from support.architectures import ARCHITECTURES
 
 NATIVE = {"scalar scale": {"per_channel": False}, "rows": {}, "ConvRot": {"rotation_group": 64}}
@@ -20,8 +27,6 @@ class Asked(list):
 @pytest.fixture
 def asked(pack, monkeypatch):
     """What was asked for, of linears that would run on a GPU."""
-    from int8_dit.nodes.linears import compile_ahead
-
     asked, own, planned = Asked(), compile_ahead.compile_linears, compile_ahead.compile_planned
     monkeypatch.setattr(compile_ahead, "runs_fused", lambda *_: True)
 
@@ -66,8 +71,6 @@ def test_forms_are_those_of_the_linears(dit, tmp_path, asked, options, loads):
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
 def test_weights_that_become_int8_are_known_before_they_do(dit, tmp_path, asked, monkeypatch, kind, memory):
     """The same forms as of the MODEL, and the same block; none of a weight that is stored, and computes in floats."""
-    from int8_dit.nodes.loading import load_plan
-
     asked_before, own = [], load_plan.make_room_to_quantize
 
     def made(*given):
@@ -83,8 +86,6 @@ def test_weights_that_become_int8_are_known_before_they_do(dit, tmp_path, asked,
 @pytest.mark.usefixtures("all_may_stay_stored")
 @pytest.mark.parametrize("kind", ("Q8_0", "W4A8", "W6A8"))
 def test_what_makes_int8_or_floats_of_stored_weights_is_what_runs(dit, tmp_path, asked, monkeypatch, kind):
-    from int8_dit.kernels.operators import Operator
-
     ran, run = set(), Operator.__call__
 
     def recorded(op, *given):
@@ -101,8 +102,6 @@ def test_what_makes_int8_or_floats_of_stored_weights_is_what_runs(dit, tmp_path,
 
 
 def test_nothing_is_compiled_without_a_gpu(dit, tmp_path, monkeypatch):
-    from int8_dit.nodes.linears import compile_ahead
-
     given = []
     monkeypatch.setattr(compile_ahead, "compile_ahead", lambda forms, block, *_: given.append((forms, block)))
     dit.load(dit.write(tmp_path / "native.safetensors", dit.native_int8()))
@@ -124,12 +123,6 @@ BLOCKS = {"Ideogram 4": 1, "Z-Image": 1, "Qwen-Image": 1, "Flux": 0, "Flux 2": 0
 @pytest.mark.parametrize("name", BLOCKS)
 def test_fused_ops_of_blocks_are_those_that_run(small, asked, monkeypatch, name):
     """But for the pairs of rotary positions, of which both are compiled."""
-    from int8_dit.kernels.ahead import calls_ahead as ahead
-    from int8_dit.kernels.operators import Operator
-    from int8_dit.nodes.deferred.mode import Deferring
-    from int8_dit.nodes.linears.compile_ahead import compile_planned
-    from int8_dit.nodes.linears.int8_weight import is_int8
-
     ran, plan = set(), Operator._plan
 
     def recorded(op, arguments, flat, tensors):

@@ -9,10 +9,18 @@ import threading
 from pathlib import Path
 from unittest.mock import patch
 
+import folder_paths
 import pytest
 import torch
+from comfy_api.latest import io
 from safetensors.torch import load_file
 
+from int8_dit.nodes.calibrations import SaveINT8Calibration
+from int8_dit.nodes.files.writing import new_file
+from int8_dit.nodes.files.writing.tensor_files import write_safetensors
+from int8_dit.nodes.host.output_files import output_paths, saved_file
+from int8_dit.nodes.host.work import Progress
+from int8_dit.nodes.quantization.calibration import Calibration
 from support.forks import ended, fork
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system with fork")
@@ -25,8 +33,6 @@ def nothing():
 @pytest.fixture
 def output(pack, tmp_path, monkeypatch):
     """ComfyUI's output folder."""
-    import folder_paths
-
     monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path))
     return tmp_path
 
@@ -45,9 +51,6 @@ def links(request, monkeypatch):
 @pytest.fixture
 def save(output):
     """Write a small file as the save nodes do, filled with a value, and return its path."""
-    from int8_dit.nodes.files.writing.tensor_files import write_safetensors
-    from int8_dit.nodes.host.output_files import output_paths
-    from int8_dit.nodes.host.work import Progress
 
     def run(prefix="models/INT8", value=0, on_tensor=nothing):
         tensors = {name: torch.full((300,), value) for name in ("a", "b")}
@@ -98,8 +101,6 @@ def test_every_prefix_counts(output, save, prefix):
     ),
 )
 def test_ordinary_numbers_are_those_of_comfyuis_own_nodes(output, save, others):
-    import folder_paths
-
     (output / "models").mkdir()
     for other in others:
         (output / "models" / other).write_bytes(b"")
@@ -115,8 +116,6 @@ def test_a_prefix_outside_the_output_folder_is_refused(output, save):
 
 @pytest.mark.parametrize("prefix, subfolder", [("foo/", ""), ("", ""), ("in/a/folder", "in/a"), ("a/../b/c", "b")])
 def test_a_nodes_result_names_the_file(output, save, prefix, subfolder):
-    from int8_dit.nodes.host.output_files import saved_file
-
     path = save(prefix)
     result = saved_file(str(path))
     (saved,), (badge,) = result["saved"], result["int8_dit_badges"]
@@ -126,11 +125,6 @@ def test_a_nodes_result_names_the_file(output, save, prefix, subfolder):
 
 
 def test_calibrations_are_not_overwritten_either(output):
-    from comfy_api.latest import io
-
-    from int8_dit.nodes.calibrations import SaveINT8Calibration
-    from int8_dit.nodes.quantization.calibration import Calibration
-
     node = SaveINT8Calibration.PREPARE_CLASS_CLONE({"hidden_inputs": {io.Hidden.prompt: None}})
     (output / "foo_00002_.safetensors").write_bytes(b"a model")
     results = [node.execute(Calibration({"layer": (4, 3)}, {}), "foo/").ui["saved"][0] for _ in range(2)]
@@ -170,8 +164,6 @@ def test_threads_and_nested_saves_do_not_meet(output, save):
 
 
 def test_a_file_that_is_being_written_is_no_model(output, save):
-    import folder_paths
-
     seen = []
     save(on_tensor=lambda: seen.append(names(output)))
     assert all(seen)
@@ -246,8 +238,6 @@ def test_locks_that_cannot_be_had(output, save, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_listed(output, monkeypatch):
-    from int8_dit.nodes.files.writing import new_file
-
     def refuse(*_):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -259,8 +249,6 @@ def test_a_folder_that_cannot_be_listed(output, monkeypatch):
 @pytest.mark.parametrize("seconds", (1, 1000))
 def test_windows_waits_for_a_scanner(output, save, monkeypatch, seconds):
     """There a file that another program has open cannot be renamed, and exFAT has no hard links."""
-    from int8_dit.nodes.files.writing import new_file
-
     now, rename, tries = [0.0], os.rename, []
 
     def refuse(*_):

@@ -23,27 +23,28 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
+from comfy.quant_ops import QuantizedTensor
 from safetensors import safe_open
 
+from int8_dit.nodes.files import quant_config
+from int8_dit.nodes.loading.loaded_checks import check_scaled, unscaled_codes
+from int8_dit.nodes.saving.save import save_gguf_model
+from support import damaged_models as models
+from support import gguf_files, gguf_mutants
 from support.file_formats import GROUPED, config_in, encoded, fp8_scaled, in_codes, in_metadata, unrotated
 from support.limits import no_hang, peak_memory
-from support.pack import from_pack
 from support.tensors import relative_error
 
 LAYER = "joint_blocks.1.x_block.mlp.fc1"  # [768, 192]
 NAME = "the model.safetensors"
 # With which kernel, and how stored weights are held.
 WAYS = (("fused int8", "INT8"), ("bf16", "INT8"), ("fused int8", "as stored"))
-gguf_mutants = from_pack("support.gguf_mutants")
-models = from_pack("support.damaged_models")
-small = from_pack("support.small_models")
 
 
 @pytest.fixture
-def it(dit, gguf_mutants, tmp_path):
+def it(dit, tmp_path):
     """What files are made with."""
-    from support import gguf_files
-
     return SimpleNamespace(dit=dit, gguf=gguf_files, mutants=gguf_mutants, folder=tmp_path)
 
 
@@ -83,8 +84,6 @@ class Damage(NamedTuple):
 
 def packed(dit, layout, **config):
     """A file whose one layer is in one of ComfyUI's own layouts."""
-    from comfy.quant_ops import QuantizedTensor
-
     weights, options = dit.tensors(), {name: value for name, value in config.items() if name != "format"}
     weight = QuantizedTensor.from_float(weights[f"{LAYER}.weight"].float(), f"TensorCore{layout}Layout", **options)
     return weights | weight.state_dict(f"{LAYER}.weight") | {f"{LAYER}.comfy_quant": encoded(config)}
@@ -123,8 +122,6 @@ def of_this_pack(it):
 
 
 def saved_in_q8_cr(it):
-    from int8_dit.nodes.saving.save import save_gguf_model
-
     return Path(save_gguf_model(it.dit.stock(), str(it.folder / "saved.gguf"), {}, "Q8_CR")).read_bytes()
 
 
@@ -661,8 +658,6 @@ def test_a_format_that_nobody_reads(dit, refuse, format, monkeypatch):
 
 
 def test_a_huge_mark_is_not_decoded(dit, monkeypatch):
-    from int8_dit.nodes.files import quant_config
-
     monkeypatch.setattr(quant_config, "json_object", None)
     with pytest.raises(ValueError, match="not a mark: it has 100000000 bytes"):
         quant_config.decode_config(torch.zeros(1, dtype=torch.uint8).expand(100_000_000))
@@ -783,8 +778,6 @@ def test_what_others_write_of_the_same_layer_is_read(dit, tmp_path, part, change
 
 
 def test_a_convolution_that_comfyui_scales_is_taken(pack):
-    from int8_dit.nodes.loading.loaded_checks import check_scaled, unscaled_codes
-
     codes = torch.randint(-127, 128, (4, 3, 2, 2), dtype=torch.int8)
     tensors = {"conv.weight": codes, "conv.comfy_quant": encoded({"format": "int8_tensorwise"})}
     root = torch.nn.ModuleDict({"conv": torch.nn.Conv2d(3, 4, 2)})
@@ -809,7 +802,7 @@ def test_thousands_of_tensors_that_the_model_does_not_need(dit, tmp_path, name):
 # Models of several families
 
 
-def one_of_each_shape(models, whole):
+def one_of_each_shape(whole):
     """Damage to one of each shape that is no linear's weight: modulations, tables, positions, tokens, norms, biases."""
     names = {name: t for name, t in whole.tensors.items() if not name.endswith((".weight", ".bias")) or t.ndim == 1}
     chosen = {tuple(tensor.shape): name for name, tensor in names.items()}.values()
@@ -817,13 +810,13 @@ def one_of_each_shape(models, whole):
     return models.damaged(whole.tensors, chosen)
 
 
-def blocks(models, whole):
+def blocks(whole):
     """ComfyUI counts the blocks, and stops at the first that is not there."""
     assert whole.counted
     return models.without_blocks(whole.tensors)
 
 
-def joined_parts_and_blocks(models, whole):
+def joined_parts_and_blocks(whole):
     """ComfyUI joins q, k and v, and leaves away what is behind a block that is missing."""
     chosen = [name for name in whole.tensors if re.search(r"\.0\..*(to_[qkv]|add_[qkv]_proj)\b", name)]
     assert len(chosen) > 2
@@ -838,7 +831,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("damages, family", [(each, name) for each, (_, names) in FAMILIES.items() for name in names])
-def test_damage_to_a_family(models, tmp_path, damages, family):
+def test_damage_to_a_family(tmp_path, damages, family):
     whole, path = getattr(models, FAMILIES[damages][0])(family), tmp_path / NAME
     wrong = []
     for number, damage in enumerate(damages(models, whole)):
@@ -854,7 +847,7 @@ def test_damage_to_a_family(models, tmp_path, damages, family):
 
 
 @pytest.mark.parametrize("count", (-1, 0, 1, 3, 100_000, None, "2", 2.5, [2]))
-def test_a_number_of_blocks_in_the_metadata_that_is_not_the_files(models, tmp_path, count):
+def test_a_number_of_blocks_in_the_metadata_that_is_not_the_files(tmp_path, count):
     whole, path = replace(models.family("LTX-Video"), counted=("num_layers",)), tmp_path / NAME
     models.write(whole.tensors, path, {"config": json.dumps({"transformer": {"num_layers": count}})})
     with pytest.raises(ValueError, match=r"the model.safetensors: its metadata say num_layers = .*tensors have 2"):
@@ -863,10 +856,8 @@ def test_a_number_of_blocks_in_the_metadata_that_is_not_the_files(models, tmp_pa
     assert whole.output(whole.load(path)).isfinite().all()
 
 
-def test_a_table_of_indices_that_a_model_has(models, tmp_path, monkeypatch):
+def test_a_table_of_indices_that_a_model_has(tmp_path, monkeypatch):
     """A buffer of whole numbers is one in the file too."""
-    from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
-
     whole, path, build = models.family("SD3"), tmp_path / NAME, MMDiT.__init__
 
     def with_indices(module, *args, **options):
@@ -957,7 +948,7 @@ def test_a_tokenizer(it, tmp_path):
 
 
 @pytest.mark.slow
-def test_mutants_are_refused_or_right(dit, gguf_mutants, tmp_path):
+def test_mutants_are_refused_or_right(dit, tmp_path):
     """Each in one clear error, or it computes what the whole file does."""
     pytest.importorskip("resource")  # Windows has none
     path, expected = tmp_path / "the mutant.gguf", {}

@@ -7,12 +7,20 @@ import operator
 from collections import Counter
 from types import SimpleNamespace
 
+import comfy.model_management
 import pytest
 import torch
 import torch.nn.functional as F
+from comfy.ldm.modules.attention import optimized_attention_masked
+from comfy.quant_ops import ck
 
+from int8_dit.nodes.attention.attention_kinds import AttentionKind, Way
+from int8_dit.nodes.attention.attention_override import AttentionOverride
+from int8_dit.nodes.deferred import install, mode, notes, operands, consumers
 from support import deferred_forwards as forwards
+from support import ideogram_block
 from support.architectures import ARCHITECTURES
+from support.comfyui_today import today
 from support.covering import covering
 from support.tensors import relative_error
 
@@ -43,8 +51,6 @@ def block(pack):
 @pytest.fixture(scope="session")
 def deferral(pack):
     """The pack's own modules of it."""
-    from int8_dit.nodes.deferred import consumers, install, mode, notes, operands
-
     return SimpleNamespace(install=install, mode=mode, notes=notes, operands=operands, consumers=consumers)
 
 
@@ -448,16 +454,12 @@ def test_an_offloaded_text_encoder_is_fused_where_it_computes(deferral, monkeypa
 @pytest.fixture
 def of_today(pack, request):
     """Whether ComfyUI has its interface of today, or is the one that is there."""
-    from support.comfyui_today import today
-
     with today() if request.param else contextlib.nullcontext():
         yield request.param
 
 
 def both_ways(small, deferral, architecture, model, dtype=torch.float32):
     """What a MODEL computes as its own and deferred, in float64, and whether a comparison of both agreed."""
-    import comfy.model_management
-
     comfy.model_management.load_models_gpu([model])
     results = [small.output_of(architecture, model, dtype)]
     for checking in (False, True):
@@ -497,8 +499,6 @@ def test_as_exact_in_half_precision(small, deferral, took, name, dtype):
 
 def in_place(block, x, mask, places, given):
     """Ideogram 4's block as another pack may have written it: in another order and in place."""
-    from comfy.ldm.modules.attention import optimized_attention_masked
-
     one, two, three, four = block.adaln_modulation(given).unflatten(-1, (4, -1)).unbind(-2)
     hidden = block.attention_norm1(x)
     hidden *= 1 + one
@@ -512,8 +512,6 @@ def in_place(block, x, mask, places, given):
 
 
 def attention_of(attention, x, mask, places, attend):
-    from comfy.quant_ops import ck
-
     q, k, v = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1)).unbind(-3)
     q, k = ck.apply_rope_split_half(attention.norm_q(q), attention.norm_k(k), places)
     q, k, v = (t.movedim(1, 2) for t in (q, k, v))
@@ -521,8 +519,6 @@ def attention_of(attention, x, mask, places, attend):
 
 
 def test_a_block_that_another_pack_rewrote(pack, deferral, took):
-    from support import ideogram_block
-
     block, inputs = ideogram_block.block(), ideogram_block.inputs(tokens=12)
 
     def deferred(forward):
@@ -564,9 +560,6 @@ def test_parts_at_positions_of_their_own_are_one_pass_each(block, deferral, monk
 
 @pytest.mark.parametrize("form", (lambda q: q, lambda q: q.contiguous()), ids=("memory", "deferred"))
 def test_attention_that_is_launched_on_addresses_writes_into_nothing(block, deferral, form):
-    from int8_dit.nodes.attention.attention_kinds import AttentionKind, Way
-    from int8_dit.nodes.attention.attention_override import AttentionOverride
-
     def attend(call):
         assert all(type(tensor) in deferral.notes.MEMORY and tensor.data_ptr() for tensor in call[:3])
         return F.scaled_dot_product_attention(*call[:3])

@@ -10,24 +10,22 @@ from torchvision.transforms.functional import to_tensor
 from glyphs import alphabet, latents
 from glyphs import conditioning as trained_with
 from glyphs.matching import recognise
+from int8_dit.nodes.demo import letters
+from int8_dit.nodes.host.model_files import model_files, model_path
 from support import workflows
-from support.pack import from_pack
 from support.workflows import Prompt, link
 
 FILE = "demo_letters_q4_0.gguf"
 MOST_BYTES = 3 << 20
-letters = from_pack("int8_dit.nodes.demo.letters")
 
 
-def test_the_file_is_small_and_the_loaders_last(letters):
-    from int8_dit.nodes.host.model_files import model_files, model_path
-
+def test_the_file_is_small_and_the_loaders_last():
     assert model_files()[-1] == letters.FILE.name == FILE
     assert model_path(FILE) == str(letters.FILE)
     assert letters.FILE.stat().st_size < MOST_BYTES
 
 
-def test_a_text_is_what_the_model_was_trained_with(letters):
+def test_a_text_is_what_the_model_was_trained_with():
     ((context, options),) = letters.conditioning("dit 3090")
     expected, pooled = trained_with.encode("DIT3090")
     assert letters.ALPHABET == alphabet.ALPHABET
@@ -35,7 +33,7 @@ def test_a_text_is_what_the_model_was_trained_with(letters):
     assert letters.empty_latent([[context, options]])["samples"].shape == (7, 16, 16, 16)
 
 
-def test_latents_become_the_pixels_that_they_were_trained_as(letters):
+def test_latents_become_the_pixels_that_they_were_trained_as():
     images = torch.rand(2, 16, 16, generator=torch.Generator().manual_seed(0)).repeat_interleave(4, 1)
     images = images.repeat_interleave(4, 2)
     picture = letters.LettersDecoder().decode(latents.model_to_node(latents.image_to_model(images)))
@@ -45,12 +43,12 @@ def test_latents_become_the_pixels_that_they_were_trained_as(letters):
 
 
 @pytest.mark.parametrize("text, what", (("A-B", "'-'"), (" ", "0 letters"), ("A" * 17, "17 letters")))
-def test_a_text_that_it_cannot_draw_is_refused(letters, text, what):
+def test_a_text_that_it_cannot_draw_is_refused(text, what):
     with pytest.raises(ValueError, match=f"text: .*{what}"):
         letters.conditioning(text)
 
 
-def test_latents_of_another_model_are_refused(letters):
+def test_latents_of_another_model_are_refused():
     with pytest.raises(ValueError, match=r"\[4, 64, 64\]"):
         letters.LettersDecoder().decode(torch.zeros(1, 4, 64, 64))
 

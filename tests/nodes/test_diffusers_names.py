@@ -2,15 +2,14 @@
 
 import pytest
 import torch
+from comfy.utils import mmdit_to_diffusers
 
+from support import gguf_files as files
 from support.file_formats import encoded
-from support.pack import from_pack
 
 
 def under_diffusers_names(tensors):
     """The glyph model's tensors, and the scales and marks of its layers, as diffusers would name and cut them."""
-    from comfy.utils import mmdit_to_diffusers
-
     renamed = {}
     for theirs, ours in mmdit_to_diffusers({"depth": 3, "num_blocks": 3}).items():
         name, offset, change = (ours, None, None) if isinstance(ours, str) else (*ours, None)[:3]
@@ -69,11 +68,10 @@ def test_other_formats_under_these_names_are_refused(dit, tmp_path):
 
 
 # GGUF
-files = from_pack("support.gguf_files")
 
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
-def test_rows_of_blocks_are_joined(dit, files, tmp_path, memory):
+def test_rows_of_blocks_are_joined(dit, tmp_path, memory):
     outputs = []
     for name, tensors in (("native", dit.tensors()), ("diffusers", under_diffusers_names(dit.tensors()))):
         path = files.write_gguf(tmp_path / f"{name}.gguf", tensors, files.linears_in("Q8_0"))
@@ -81,7 +79,7 @@ def test_rows_of_blocks_are_joined(dit, files, tmp_path, memory):
     assert torch.equal(*outputs)
 
 
-def test_rows_of_several_formats_become_floats(dit, files, tmp_path):
+def test_rows_of_several_formats_become_floats(dit, tmp_path):
     """Q4_0 and Q4_K take as many bytes a row: joined as bytes, half of them would be misread."""
     renamed = under_diffusers_names(dit.tensors())
     layers = {"transformer_blocks.1.attn.to_k.weight": "Q4_0", "transformer_blocks.1.attn.to_v.weight": "F16"}

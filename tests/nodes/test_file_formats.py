@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from int8_dit.nodes.linears.layer_selection import quantizable_linears
 from support.architectures import ARCHITECTURES
 from support.covering import covering
 from support.file_formats import FORMATS
@@ -38,7 +39,6 @@ def one_thread():
 @pytest.fixture(scope="module")
 def original(small, dit):
     """A small model by its architecture's name: its float tensors, which linears become INT8, what that costs."""
-    from int8_dit.nodes.linears.layer_selection import quantizable_linears
 
     def computed(architecture, tensors):
         model = small.stock_of(architecture, tensors)

@@ -2,19 +2,21 @@
 
 import json
 
+import comfy.sd
 import pytest
 import torch
+from comfy.quant_ops import QuantizedTensor
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from int8_dit.nodes.linears import folding
 from support.architectures import ARCHITECTURES
-from support.pack import from_pack
+from support.real_arithmetic import use_float_weights
 from support.tensors import relative_error
 
 # Float32's own rounding, through a whole model; and how much more INT8 may lose, since it rounds other numbers.
 FLOAT_ROUNDING = 1e-4
 INT8_ALIKE = 1.5
-folding = from_pack("int8_dit.nodes.linears.folding")
 
 # What the names of the linears end with whose input can be divided.
 SWIGLU = ("attention.qkv", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
@@ -28,7 +30,7 @@ FOLDABLE = {
 
 
 @pytest.fixture
-def smoothed(small, dit, folding):
+def smoothed(small, dit):
     """A small model in INT8, each group of linears that can be smoothed alike with seeded factors; and the groups."""
 
     def make(name):
@@ -48,8 +50,6 @@ def assert_same_but_for_rounding(folded, unfolded, run):
 
     `run` gives the output of one. Leaves them without INT8.
     """
-    from support.real_arithmetic import use_float_weights
-
     with torch.no_grad():
         folded_int8, unfolded_int8 = run(folded), run(unfolded)
         use_float_weights(folded)
@@ -118,7 +118,7 @@ def test_other_layers_of_a_folded_model(small, dit, smoothed, assert_folds, name
 
 
 @pytest.mark.parametrize("smoothed_too", (True, False))
-def test_layers_that_share_an_input_but_not_its_factors_are_not_folded(small, dit, smoothed, folding, smoothed_too):
+def test_layers_that_share_an_input_but_not_its_factors_are_not_folded(small, dit, smoothed, smoothed_too):
     model, _ = smoothed("Z-Image")
     w1, w3 = (f"layers.0.feed_forward.{name}" for name in ("w1", "w3"))
     smooth = dit.module(model, w1).weight.params.smooth
@@ -127,9 +127,7 @@ def test_layers_that_share_an_input_but_not_its_factors_are_not_folded(small, di
         folding.fold(model, model.model.diffusion_model.state_dict())
 
 
-def test_a_producer_in_fp8_takes_no_factors(dit, smoothed, folding):
-    from comfy.quant_ops import QuantizedTensor
-
+def test_a_producer_in_fp8_takes_no_factors(dit, smoothed):
     model, groups = smoothed("SD3")
     modulation = dit.module(model, "joint_blocks.0.x_block.adaLN_modulation.1")
     fp8 = QuantizedTensor.from_float(modulation.weight.detach(), "TensorCoreFP8E4M3Layout")
@@ -181,8 +179,6 @@ def test_layers_with_16_bit_activations_keep_them(dit, small, ideogram, tmp_path
 
 def in_fp8(dit):
     """Its modulation is float8 and could not be divided; what it becomes can."""
-    import comfy.sd
-
     return comfy.sd.load_diffusion_model(str(dit.FILE), model_options={"dtype": torch.float8_e4m3fn})
 
 

@@ -2,6 +2,11 @@
 
 import pytest
 import torch
+from comfy.quant_ops import QUANT_ALGOS
+
+from int8_dit.kernels import Protection
+from int8_dit.nodes.loading.load import rebuild_int8_model
+from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 
 CODES = "INT8 with 4-bit weights"
 pytestmark = pytest.mark.usefixtures("all_may_stay_stored")
@@ -10,7 +15,6 @@ pytestmark = pytest.mark.usefixtures("all_may_stay_stored")
 @pytest.fixture
 def quantize(dit):
     """Quantize the glyph model in 4 bits, by settings, rounded to nearest; the MODEL and its report."""
-    from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 
     def quantize(calibration=None, model=None, **settings):
         settings = {"weight_bits": 4, "protection": protection(0), **settings}
@@ -26,8 +30,6 @@ def calibrated(dit, quantize):
 
 
 def protection(number):
-    from int8_dit.kernels import Protection
-
     return Protection("number", number)
 
 
@@ -89,8 +91,6 @@ def test_saved_and_loaded_it_draws_the_same(dit, quantize, save, memory):
 
 
 def test_stock_comfyui_loads_the_file(dit, quantize, save):
-    from comfy.quant_ops import QUANT_ALGOS
-
     if "asym_w4a8_int8" not in QUANT_ALGOS:
         pytest.skip("this ComfyUI does not know W4A8")
     model, _ = quantize(dit.recorded(), protection=protection(2))
@@ -105,8 +105,6 @@ def test_without_a_calibration_it_is_rounded_to_nearest(dit, quantize):
 
 
 def test_a_copy_for_another_gpu_computes_the_same(dit, quantize):
-    from int8_dit.nodes.loading.load import rebuild_int8_model
-
     model, _ = quantize(dit.recorded(), protection=protection(2))
     again = rebuild_int8_model(model.model, "fused int8")
     assert set(dit.coded(again)) == set(dit.coded(model)) and torch.equal(dit.output(again), dit.output(model))

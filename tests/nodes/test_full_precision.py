@@ -8,8 +8,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from support.file_formats import encoded
+from int8_dit.nodes.linears.weight_form import known_form
+from int8_dit.nodes.loading.load import rebuild_int8_model
+from int8_dit.nodes.saving.save import save_int8_model
+from support.file_formats import FORMATS, encoded, fp8_scaled
 
 UNKNOWN = {"made_by": "a newer tool"}
 FLAG = {"full_precision_matrix_mult": True}
@@ -41,10 +45,6 @@ def floats(dit):
 
 
 def save(model, path):
-    from safetensors.torch import load_file
-
-    from int8_dit.nodes.saving.save import save_int8_model
-
     return load_file(save_int8_model(model, str(path), {}))
 
 
@@ -68,8 +68,6 @@ def test_only_the_marked_layers_have_16_bits(dit, native, tmp_path):
 
 
 def bits_of(layer):
-    from int8_dit.nodes.linears.weight_form import known_form
-
     return known_form(layer.weight, layer).unsmoothed.activation_bits
 
 
@@ -96,7 +94,6 @@ def test_marks_survive_a_lora_and_a_second_gpu(dit, native, lora, tmp_path):
     tensors = marked(native, **FLAG, **UNKNOWN)
     model = dit.load(dit.write(tmp_path / "marked.safetensors", tensors))
     assert marks_of(save(dit.with_lora(model, lora), tmp_path / "saved.safetensors")) == marks_of(tensors)
-    from int8_dit.nodes.loading.load import rebuild_int8_model
 
     rebuilt = rebuild_int8_model(model.model, "fused int8")
     assert marks_of(rebuilt.model.diffusion_model.state_dict()) == marks_of(tensors)
@@ -121,8 +118,6 @@ def test_the_packs_own_formats_keep_unknown_options(dit, tmp_path):
 
 
 def test_layers_in_comfyuis_formats_keep_unknown_options(dit, tmp_path):
-    from support.file_formats import fp8_scaled
-
     fp8 = fp8_scaled(dit.native_int8(), [dit.LAYER])
     del fp8[f"{dit.LAYER}.comfy_quant"]
     tensors = fp8 | {f"{dit.LAYER}.comfy_quant": encoded({"format": "float8_e4m3fn", **FLAG, **UNKNOWN})}
@@ -132,8 +127,6 @@ def test_layers_in_comfyuis_formats_keep_unknown_options(dit, tmp_path):
 
 def test_fp8_that_becomes_int8_has_8_bits(dit, tmp_path):
     """Of FP8 the mark says that its inputs are not rounded to FP8."""
-    from support.file_formats import fp8_scaled
-
     tensors = marked(fp8_scaled(dit.tensors(), dit.LINEARS), **FLAG)
     model = dit.load(dit.write(tmp_path / "fp8.safetensors", tensors))
     assert set(dit.int8_weights(model)) == set(dit.LINEARS)
@@ -144,8 +137,6 @@ def test_fp8_that_becomes_int8_has_8_bits(dit, tmp_path):
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
 def test_codes_of_4_bits_too(dit, floats, tmp_path, memory, monkeypatch):
-    from support.file_formats import FORMATS
-
     monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
     tensors = FORMATS["W4A8"]({key: tensor.float() for key, tensor in dit.tensors().items()}, dit.LINEARS).tensors
     plain = dit.write(tmp_path / "plain.safetensors", tensors)

@@ -3,20 +3,22 @@
 Damaged ones: test_damaged_files.py.
 """
 
+import comfy.ops
+import comfy.sd
 import gguf
 import pytest
 import torch
 
+from int8_dit.nodes.saving.save import save_gguf_model
+from support import gguf_files as files
 from support.file_formats import FORMATS, config_in
-from support.pack import from_pack
 
 NOISE = 0.1  # of INT8 in the output, with a LoRA; without the LoRA it is over 50 %
 OTHERS = ("joint_blocks.1.x_block.mlp.fc1", "joint_blocks.2.x_block.mlp.fc2")
-files = from_pack("support.gguf_files")
 
 
 @pytest.fixture
-def write(dit, files, tmp_path):
+def write(dit, tmp_path):
     """A function that writes the glyph model in Q8_CR; returns its path and the tensors that it stands for."""
 
     def write(*args, layers=dit.LINEARS, tensors=None, **options):
@@ -28,9 +30,6 @@ def write(dit, files, tmp_path):
 
 def stock_of(tensors, compute_dtype=torch.float32):
     """ComfyUI's own loader with its operations for native INT8, as the file's maker loads it."""
-    import comfy.ops
-    import comfy.sd
-
     operations = comfy.ops.mixed_precision_ops({}, compute_dtype)
     return comfy.sd.load_diffusion_model_state_dict(tensors, model_options={"custom_operations": operations})
 
@@ -40,7 +39,7 @@ def as_raw(weight):
 
 
 @pytest.mark.parametrize("group", (64, 16, 4, None))
-def test_it_is_read_as_its_maker_reads_it(dit, files, write, group):
+def test_it_is_read_as_its_maker_reads_it(dit, write, group):
     path, values = write(group)
     model, theirs = dit.load(path), stock_of(files.read_as_its_maker(path))
     weights = dit.int8_weights(model)
@@ -54,7 +53,7 @@ def test_it_is_read_as_its_maker_reads_it(dit, files, write, group):
     assert dit.relative_error(dit.output(model), dit.output(stock_of(values))) < 2 * dit.int8_noise()
 
 
-def test_where_nothing_says_that_it_is_rotated_it_is_not(dit, files, write):
+def test_where_nothing_says_that_it_is_rotated_it_is_not(dit, write):
     """So its maker reads files of an earlier converter."""
     path, _ = write(None, convrot=True, convrot_groupsize=64, weight_rotated=None)
     model, theirs = dit.load(path), stock_of(files.read_as_its_maker(path))
@@ -90,7 +89,7 @@ def test_a_hook_writes_into_no_file(dit, write):
 
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
-def test_a_file_of_a_target_size_mixes_it_with_blocks(dit, files, write, memory):
+def test_a_file_of_a_target_size_mixes_it_with_blocks(dit, write, memory):
     """Their linears become INT8, or stay as stored; floats beside them have their reason and stay."""
     blocks = files.linears_in("Q5_0")
     left = "joint_blocks.0.x_block.attn.proj"
@@ -126,7 +125,7 @@ def test_the_prefix_of_a_whole_checkpoint(dit, write):
     assert dit.relative_error(dit.output(model), dit.output(dit.load(write()[0]))) == 0
 
 
-def test_its_4_bits_are_w4a4(dit, files, write, tmp_path):
+def test_its_4_bits_are_w4a4(dit, write, tmp_path):
     """Q4_CR mixes W4A4 with Q8_CR; the first is ComfyUI's, in the file, computed, and saved."""
     four = dit.LINEARS[::3]
     path, values = write(four_bits=four)
@@ -143,7 +142,6 @@ def test_its_4_bits_are_w4a4(dit, files, write, tmp_path):
 @pytest.fixture
 def save(dit, tmp_path):
     """A function that saves a MODEL in Q8_CR, and returns the path of the new file."""
-    from int8_dit.nodes.saving.save import save_gguf_model
 
     def save(model, name="saved.gguf"):
         return save_gguf_model(model, str(tmp_path / name), {}, "Q8_CR")
@@ -155,7 +153,7 @@ def kinds(path):
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
 
 
-def test_what_is_saved_is_read_by_its_maker_and_here(dit, files, save):
+def test_what_is_saved_is_read_by_its_maker_and_here(dit, save):
     """Of a model in floats the layers that Load INT8 DiT would make INT8, rotated; all else as in every GGUF file."""
     original = dit.stock()
     with dit.untouched(original):

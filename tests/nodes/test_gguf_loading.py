@@ -4,16 +4,34 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import comfy.model_management
+import comfy.sd
+import folder_paths
+import gguf
+import numpy as np
 import pytest
 import torch
+from comfy.model_management import InterruptProcessingException
+from comfy.quant_ops import QuantizedTensor
+from comfy.weight_adapter.lora import LoRAAdapter
 
-from support.pack import from_pack
-
-files = from_pack("support.gguf_files")
+from int8_dit.kernels import FUSED, NATIVE, quantize_weight
+from int8_dit.kernels.card.device import ComputePath
+from int8_dit.nodes.deferred import consumers
+from int8_dit.nodes.files import holding
+from int8_dit.nodes.files.holding import is_gguf
+from int8_dit.nodes.files.reading import gguf_file
+from int8_dit.nodes.files.reading.gguf_file import read_gguf, with_lost_axes
+from int8_dit.nodes.host.model_files import model_files, model_path
+from int8_dit.nodes.linears import plain_loras
+from int8_dit.nodes.linears.file_notes import gguf_formats_of
+from int8_dit.nodes.loading import summary
+from support import adapters, small_models
+from support import gguf_files as files
 
 
 @pytest.fixture
-def write(dit, files, tmp_path):
+def write(dit, tmp_path):
     """A file of the glyph model; its rows of 192 weights are no K-quants, those of 768 are."""
 
     def write(kind="Q8_0", tensors=None, **options):
@@ -23,13 +41,8 @@ def write(dit, files, tmp_path):
     return write
 
 
-def dequantized(dit, files, path):
+def dequantized(dit, path):
     """The MODEL of ComfyUI's own loader, with the floats that a file's blocks stand for."""
-    import comfy.sd
-
-    from int8_dit.nodes.files.holding import is_gguf
-    from int8_dit.nodes.files.reading.gguf_file import read_gguf
-
     tensors, _ = read_gguf(str(path))
     floats = {key: t.dequantize() if is_gguf(t) else t.clone() for key, t in tensors.items()}
     return comfy.sd.load_diffusion_model_state_dict(floats)
@@ -39,11 +52,6 @@ def dequantized(dit, files, path):
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
 def test_nothing_is_written_into_a_file(dit, write, monkeypatch, memory, system):
     """Windows would promise memory for a file that may be written to, so there it may not: that ends a process."""
-    import numpy as np
-
-    from int8_dit.nodes.files import holding
-    from int8_dit.nodes.files.reading import gguf_file
-
     modes, mapped, windows = [], np.memmap, system == "nt"
 
     def memmap(*arguments, mode="r+", **options):
@@ -69,13 +77,8 @@ def test_nothing_is_written_into_a_file(dit, write, monkeypatch, memory, system)
 
 
 @pytest.mark.parametrize("kind", ("Q8_0", "Q6_K", "IQ4_NL"))
-def test_int8_is_that_of_the_floats(dit, files, write, kind):
+def test_int8_is_that_of_the_floats(dit, write, kind):
     """Whether a kernel reads the format, or the package gguf does."""
-    from comfy.quant_ops import QuantizedTensor
-
-    from int8_dit.kernels import quantize_weight
-    from int8_dit.nodes.files.reading.gguf_file import read_gguf
-
     path = write(kind)
     loaded = dit.int8_weights(dit.load(path))
     tensors, _ = read_gguf(str(path))
@@ -86,7 +89,7 @@ def test_int8_is_that_of_the_floats(dit, files, write, kind):
         assert torch.equal(weight._qdata, q) and torch.equal(weight.params.scale.flatten(), scale)
 
 
-def test_other_floats_and_shapes(dit, files, write):
+def test_other_floats_and_shapes(dit, write):
     """BF16, F16 and F32 tensors, and one that is stored in other rows than its own."""
     name = "x_embedder.proj.weight"
     shape = tuple(dit.tensors()[name].shape)
@@ -117,8 +120,6 @@ class OfTokens:
 
 def test_axes_that_gguf_does_not_have(pack):
     """stable-diffusion.cpp and others do not say what they were."""
-    from int8_dit.nodes.files.reading.gguf_file import with_lost_axes
-
     given = {name: torch.randn(shape) for name, shape in (("pad", (4,)), ("modulation", (6, 4)), ("table", (6, 4)))}
     given |= {"other": torch.randn(6, 4), "pad.weight": torch.randn(4), "unknown": torch.randn(4)}
     architecture = OfTokens({})
@@ -134,7 +135,6 @@ def test_a_prefix_of_a_whole_checkpoint(dit, write):
     prefixed = {f"model.diffusion_model.{key}": tensor for key, tensor in dit.tensors().items()}
     model, plain = dit.load(write(tensors=prefixed)), dit.load(write())
     assert torch.equal(dit.output(model), dit.output(plain))
-    from int8_dit.nodes.linears.file_notes import gguf_formats_of
 
     assert f"{dit.LAYER}.weight" in gguf_formats_of(plain)
     assert gguf_formats_of(model) == gguf_formats_of(plain)
@@ -146,8 +146,6 @@ def test_a_prefix_of_a_whole_checkpoint(dit, write):
 @pytest.fixture
 def decoded(pack, monkeypatch):
     """Of what gguf decodes from now on, the bytes; but for single blocks, by which its formats are known."""
-    import gguf
-
     sizes, decode = [], gguf.quants.dequantize
 
     def record(data, kind):
@@ -159,7 +157,7 @@ def decoded(pack, monkeypatch):
     return sizes
 
 
-def test_a_file_in_two_formats_keeps_what_a_kernel_expands(dit, files, write):
+def test_a_file_in_two_formats_keeps_what_a_kernel_expands(dit, write):
     """As files in IQ4_XS have some layers in a K-quant."""
     path = write("mixed", choose=lambda key, shape: files.linears_in("Q8_0" if "attn" in key else "IQ4_NL")(key, shape))
     model = dit.load(path, memory="as stored")
@@ -172,11 +170,6 @@ def test_a_file_in_two_formats_keeps_what_a_kernel_expands(dit, files, write):
 @pytest.mark.parametrize("kind", ("IQ4_NL", "MXFP4"))
 def test_reading_leaves_packed_what_gguf_decodes(write, decoded, kind):
     """The bytes of the file, and of no weight floats."""
-    import gguf
-
-    from int8_dit.nodes.files.holding import is_gguf
-    from int8_dit.nodes.files.reading.gguf_file import read_gguf
-
     path, decode = write(kind), gguf.quants.dequantize
     tensors, _ = read_gguf(path)
     assert not decoded
@@ -194,8 +187,6 @@ def test_reading_leaves_packed_what_gguf_decodes(write, decoded, kind):
 @pytest.mark.parametrize("kernel", ("fused int8", "bf16"))
 @pytest.mark.parametrize("share", (0, 0.5))
 def test_a_cancel_while_blocks_are_decoded(dit, write, decoded, interrupt_at, kernel, share):
-    from comfy.model_management import InterruptProcessingException
-
     path = write("IQ4_NL")
     dit.load(path, kernel)
     whole = len(decoded)
@@ -211,8 +202,6 @@ def test_a_cancel_while_blocks_are_decoded(dit, write, decoded, interrupt_at, ke
 
 def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
     """The device of a streamed weight is not that of its LoRA, and nothing computes with both."""
-    from int8_dit.nodes.linears import plain_loras
-
     model = dit.with_lora(dit.load(write("Q8_0"), memory="as stored"), lora)
     dit.output(model)
     layer = dit.module(model, dit.LAYER)
@@ -224,10 +213,7 @@ def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
 
 
 @pytest.mark.parametrize("partially", (False, True))
-def test_blocks_run_fused_with_a_lora(dit, files, tmp_path, monkeypatch, partially):
-    from int8_dit.nodes.deferred import consumers
-    from support import adapters, small_models
-
+def test_blocks_run_fused_with_a_lora(dit, tmp_path, monkeypatch, partially):
     taken, take = [], consumers.linear
     monkeypatch.setattr(consumers, "linear", lambda *args: taken.append(take(*args)) or taken[-1])
     monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
@@ -254,9 +240,6 @@ def test_blocks_run_fused_with_a_lora(dit, files, tmp_path, monkeypatch, partial
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
 def test_a_lora_that_widens_a_layer_acts_once_and_leaves(dit, write, memory, mode):
     """As Flux' Canny and Depth LoRAs widen the first layer."""
-    import comfy.model_management
-    from comfy.weight_adapter.lora import LoRAAdapter
-
     name = "joint_blocks.0.x_block.adaLN_modulation.1"
     with mode():
         model = dit.load(write("Q8_0"), memory=memory)
@@ -285,7 +268,7 @@ def test_a_stored_model_is_not_saved_as_int8(dit, write, tmp_path):
         dit.save(dit.load(write(), memory="as stored"), tmp_path / "m.safetensors")
 
 
-def test_what_is_too_sensitive_for_int8_computes_in_floats(dit, files, write):
+def test_what_is_too_sensitive_for_int8_computes_in_floats(dit, write):
     path = write("Q8_0")
     name = "joint_blocks.0.x_block.adaLN_modulation.1"
     ours = dit.module(dit.load(path, memory="as stored"), name)
@@ -298,10 +281,6 @@ def test_what_is_too_sensitive_for_int8_computes_in_floats(dit, files, write):
 
 def test_comfyuis_own_int8_is_not_said_of_stored_weights(dit, write, monkeypatch):
     """Where a benchmark found it the fastest, it takes the layers whose weights are INT8, and not blocks."""
-    from int8_dit.kernels import FUSED, NATIVE
-    from int8_dit.kernels.card.device import ComputePath
-    from int8_dit.nodes.loading import summary
-
     monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
     model = dit.load(write("Q8_0"), memory="as stored")
 
@@ -317,10 +296,6 @@ def test_comfyuis_own_int8_is_not_said_of_stored_weights(dit, write, monkeypatch
 
 
 def test_files_are_listed_where_users_keep_them(pack, tmp_path, monkeypatch):
-    import folder_paths
-
-    from int8_dit.nodes.host.model_files import model_files, model_path
-
     for folder in ("models", "gguf", "gguf/flux"):
         (tmp_path / folder).mkdir()
     for name in ("models/a.safetensors", "models/b.gguf", "gguf/c.gguf", "gguf/flux/d.GGUF", "gguf/e.txt"):

@@ -1,8 +1,12 @@
 """Streamed weights are given back to ComfyUI whatever happens while they are used: an error, a cancel."""
 
+import comfy.ops
 import pytest
 import torch
 import torch.nn.functional as F
+
+from int8_dit.nodes.deferred.install import deferred_call
+from int8_dit.nodes.deferred.notes import seen_from
 
 
 class Stopped(Exception):
@@ -16,8 +20,6 @@ def stop(*args, **kwargs):
 @pytest.fixture
 def lent(pack, monkeypatch):
     """The casts that were not given back."""
-    import comfy.ops
-
     casts, cast, uncast = [], comfy.ops.cast_bias_weight, comfy.ops.uncast_bias_weight
 
     def lend(layer, *args, **kwargs):
@@ -45,9 +47,6 @@ X = torch.linspace(-1, 1, 2 * 4 * 192).view(2, 4, 192)
 
 
 def behind(layer, function):
-    from int8_dit.nodes.deferred.install import deferred_call
-    from int8_dit.nodes.deferred.notes import seen_from
-
     with torch.inference_mode():
         return deferred_call(lambda: layer(function(seen_from(X))))
 

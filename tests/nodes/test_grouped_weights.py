@@ -6,10 +6,16 @@ under it. An older one knows neither.
 
 from functools import cache
 
+import comfy.model_management
+import comfy.sd
 import pytest
 import torch
+from comfy.quant_ops import QUANT_ALGOS
 from safetensors.torch import load_file
 
+from int8_dit.kernels import ChannelTransform
+from int8_dit.nodes.comfyui.quantized import stored
+from int8_dit.nodes.loading.load_plan import checkpoint_plan
 from support.file_formats import GROUPED, config_in, decoded, encoded, in_codes, in_metadata
 
 UNKNOWN = {"made_by": "a newer tool", "params": {"seed": 7}}
@@ -31,8 +37,6 @@ def rotation_of(channels):
 
 
 def rotated(weight):
-    from int8_dit.kernels import ChannelTransform
-
     return ChannelTransform(None, rotation_of(weight.shape[1])).to_weight(weight)
 
 
@@ -84,8 +88,6 @@ def load(dit, write):
 @pytest.fixture
 def stock(dit, write):
     """The MODEL of ComfyUI's own loader."""
-    from comfy.quant_ops import QUANT_ALGOS
-
     if "asym_w4a8_int8" not in QUANT_ALGOS or kitchen() is None:
         pytest.skip("this ComfyUI does not know W4A8")
     return lambda bits: dit.stock(write(bits, "for stock", format="asym_w4a8_int8"))
@@ -93,10 +95,6 @@ def stock(dit, write):
 
 def with_it(dit, tensors, bits, lora):
     """What the floats that a file stands for compute with a LoRA."""
-    import comfy.sd
-
-    from int8_dit.kernels import ChannelTransform
-
     floats = dict(tensors)
     for layer in dit.LINEARS:
         pieces = [key for key in tensors if key.startswith(f"{layer}.weight") or key == f"{layer}.comfy_quant"]
@@ -110,8 +108,6 @@ def with_it(dit, tensors, bits, lora):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_each_layer_is_as_near_to_its_floats_as_stock(dit, load, stock, bits):
-    import comfy.model_management
-
     floats, theirs, ours = models = dit.stock(), stock(bits), load(bits)
     comfy.model_management.load_models_gpu(models)
     for layer in dit.LINEARS:
@@ -133,9 +129,6 @@ def test_as_int8_it_is_exactly_native_convrot(dit, quantized, load, bits):
 
 
 def test_codes_that_stay_do_not_go_to_the_card_to_be_loaded(dit, write, monkeypatch):
-    from int8_dit.nodes.comfyui.quantized import stored
-    from int8_dit.nodes.loading.load_plan import checkpoint_plan
-
     def elsewhere(checkpoint, kernel, dtype, devices, *others):
         """A plan whose device loses what is moved there."""
         return checkpoint_plan(checkpoint, kernel, dtype, [torch.device("meta")], *others)

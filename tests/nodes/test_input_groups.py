@@ -3,21 +3,23 @@
 import weakref
 from collections import Counter
 
+import comfy.sd
 import pytest
 import torch
 
-from support.pack import from_pack
+from int8_dit.kernels import ActivationStatistics
+from int8_dit.kernels.fused_ops import fused_ops as fused
+from int8_dit.kernels.linear import int8_linear as linear
+from int8_dit.nodes.deferred.install import deferred_call
+from int8_dit.nodes.quantization import quantize
+from int8_dit.nodes.quantization.quantize import same_inputs
+from support import ideogram_block as ideogram
 from support.tensors import relative_error
-
-ideogram = from_pack("support.ideogram_block")
 
 
 @pytest.fixture
 def quantizations(pack, monkeypatch):
     """The inputs of all quantizations of activations so far."""
-    from int8_dit.kernels.fused_ops import fused_ops as fused
-    from int8_dit.kernels.linear import int8_linear as linear
-
     calls, original = [], linear.quantize_activations_reference
 
     def counting(x, *options):
@@ -29,12 +31,12 @@ def quantizations(pack, monkeypatch):
     return calls
 
 
-def hidden(ideogram, seed=0):
+def hidden(seed=0):
     return torch.randn(1, 8, ideogram.HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("context", (torch.inference_mode, torch.no_grad))
-def test_a_change_in_place_between_two_readers_is_seen(ideogram, context):
+def test_a_change_in_place_between_two_readers_is_seen(context):
     """Also in inference mode, where nobody counts the changes of a tensor."""
     both, alone = ideogram.block().feed_forward, ideogram.block().feed_forward
     with context():
@@ -44,9 +46,7 @@ def test_a_change_in_place_between_two_readers_is_seen(ideogram, context):
         assert torch.equal(both.w3(x), alone.w3(x))
 
 
-def test_readers_with_factors_of_their_own_get_inputs_of_their_own(ideogram):
-    from int8_dit.nodes.deferred.install import deferred_call
-
+def test_readers_with_factors_of_their_own_get_inputs_of_their_own():
     def factors(name, channels):
         generator = torch.Generator().manual_seed(ideogram.INT8_LINEARS.index(name))
         return torch.rand(channels, generator=generator) + 0.1
@@ -143,8 +143,6 @@ def test_a_protected_member_is_not_quantized_with_the_others(dit, small, swiglu)
 
 def test_a_calibrated_model_quantizes_the_input_of_w1_and_w3_once(dit, small, swiglu, quantizations, tmp_path):
     """Out of the quantizer, and loaded from the file that ComfyUI's own node writes of it."""
-    import comfy.sd
-
     quantized = dit.quantize(swiglu, **small.calibration(swiglu))
     path = str(tmp_path / "saved.safetensors")
     comfy.sd.save_checkpoint(path, quantized)
@@ -180,8 +178,6 @@ def test_joint_factors_are_as_good_as_separate_ones(dit, small, request, monkeyp
 
 def test_the_weights_of_a_group_are_looked_at_one_by_one(dit, small, attention, monkeypatch):
     """Never two weights at a time, and each no more than twice: for the joint absmax, and to be quantized."""
-    from int8_dit.nodes.quantization import quantize
-
     original, given = quantize.patched_weight, []
     keys = {f"{layer}.weight" for layer in quantize.quantization_targets(attention)}
 
@@ -208,9 +204,6 @@ def test_a_nan_weight_of_a_group_names_its_layer(dit, small, swiglu):
 
 
 def test_those_of_one_module_whose_inputs_agree_belong_together(pack):
-    from int8_dit.kernels import ActivationStatistics
-    from int8_dit.nodes.quantization.quantize import same_inputs
-
     def seen(seed):
         statistics = ActivationStatistics()
         statistics.update(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)))

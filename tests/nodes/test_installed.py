@@ -10,7 +10,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import comfy.model_management
+import comfy.ops
 import pytest
+
+from int8_dit.nodes import extension
+from int8_dit.nodes.comfyui import assumptions
+from int8_dit.nodes.host import installed, notices
+from int8_dit.nodes.load_int8_dit import LoadINT8DiT
 
 
 @pytest.fixture
@@ -42,8 +49,6 @@ DETAIL = "Triton 3.8 is installed, but PyTorch 2.13 is built for Triton 3.7: tor
 @pytest.fixture
 def loaded(pack, monkeypatch):
     """Load the pack on a machine with a card or without, where this is wrong with Triton; its module of notices."""
-    from int8_dit.nodes.host import installed, notices
-
     monkeypatch.setattr(notices, "_from_load", [])
 
     def load(card=True, summary="Triton does not go with PyTorch", detail=DETAIL):
@@ -59,8 +64,6 @@ def loaded(pack, monkeypatch):
 @pytest.fixture
 def toasts(pack, monkeypatch):
     """What a browser is shown while a node of its prompt runs."""
-    from int8_dit.nodes.host import notices
-
     shown = []
     server = SimpleNamespace(client_id="a browser", send_sync=lambda name, event, to: shown.append((to, name, event)))
     monkeypatch.setattr(notices, "prompt_server", lambda: server)
@@ -104,15 +107,11 @@ def test_nothing_is_said_of_a_triton_that_goes_with_pytorch_or_without_a_card(lo
 
 
 def _load_a_model():
-    from int8_dit.nodes.load_int8_dit import LoadINT8DiT
-
     LoadINT8DiT.execute("demo_letters_q4_0.gguf", "bf16")  # which the pack brings
 
 
 def test_a_triton_that_raises_when_it_is_imported_stops_nothing(said_at_load, monkeypatch, tmp_path):
     """Whatever it raises: the pack is loaded, and says it where there is a card."""
-    from int8_dit.nodes.host import installed, notices
-
     monkeypatch.setattr(notices, "_from_load", [])
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text("raise AttributeError('of another PyTorch')")
@@ -154,8 +153,6 @@ def test_what_the_pack_can_do_without_is_said_in_one_line(pack, said_at_load, mo
 
 
 def test_an_argument_that_is_gone_is_named(pack, monkeypatch):
-    import comfy.ops
-
     monkeypatch.setattr(comfy.ops, "cast_bias_weight", lambda layer, input=None, dtype=None, device=None: None)
     with pytest.raises(ImportError, match=r"lacks .*want_requant of comfy\.ops\.cast_bias_weight"):
         asyncio.run(pack.comfy_entrypoint())
@@ -163,9 +160,6 @@ def test_an_argument_that_is_gone_is_named(pack, monkeypatch):
 
 def test_every_name_of_comfyui_is_in_the_table(pack):
     """By hand in the table; by the code here, so that none is forgotten."""
-
-    from int8_dit.nodes.comfyui import assumptions
-
     known = {name.partition("(")[0].replace(":", ".") for name in assumptions.ASSUMPTIONS}
     theirs = ("comfy.", "comfy_kitchen", "comfy_execution", "comfy_api.torch", "folder_paths", "latent_preview")
     used = set()
@@ -183,10 +177,6 @@ def test_every_name_of_comfyui_is_in_the_table(pack):
 
 
 def test_what_the_first_image_would_wait_for_is_begun_while_comfyui_starts(pack, monkeypatch):
-    import comfy.model_management
-
-    from int8_dit.nodes import extension
-
     begun = []
     monkeypatch.setattr(extension, "prepare_compiling", begun.append)
     asyncio.run(asyncio.run(pack.comfy_entrypoint()).on_load())

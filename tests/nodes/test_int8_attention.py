@@ -8,19 +8,25 @@ import logging
 import weakref
 from functools import partial
 
+import comfy.sample
+import comfy.samplers
+import comfy_kitchen
+import folder_paths
 import pytest
 import torch
+from comfy.ldm.modules.attention import attention_pytorch as comfyui_attention
 
+from int8_dit.nodes.attention import attention_override as attention
+from int8_dit.nodes.attention.attention_kinds import ATTENTION_KINDS
+from int8_dit.nodes.attention.attention_override import AttentionOverride
+from int8_dit.nodes.load_int8_dit import LoadINT8DiT
 from support.attention_calls import OVERRIDE, overridden, random_qkv
-from support.pack import from_pack
 from support.tensors import relative_error
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 4, 10, 16
 INT8, KITCHEN = "INT8", "INT8 (comfy-kitchen)"
 CPU = torch.device("cpu")
 NOTICE = "INT8 attention did not run"
-attention = from_pack("int8_dit.nodes.attention.attention_override")
-comfyui_attention = from_pack("comfy.ldm.modules.attention:attention_pytorch")
 
 
 def contained(core, qkv):
@@ -64,7 +70,6 @@ def halves_of(kernel):
 @pytest.fixture
 def install(pack, monkeypatch):
     """Let a function be one of the two INT8 attentions, on the CPU."""
-    import comfy_kitchen
 
     def install(kernel, kind, halves=None):
         if kind == INT8:
@@ -96,9 +101,6 @@ def tensors(kv_heads=HEADS, kv_tokens=TOKENS, by_head=False, dtype=torch.float32
 
 def on_cpu(kernel, outer=None):
     """The override of the kind that a kernel was installed for."""
-    from int8_dit.nodes.attention.attention_kinds import ATTENTION_KINDS
-    from int8_dit.nodes.attention.attention_override import AttentionOverride
-
     return AttentionOverride(ATTENTION_KINDS[kernel.kind], CPU, outer)
 
 
@@ -110,7 +112,7 @@ run = partial(overridden, heads=HEADS)
 @pytest.mark.parametrize("kv_heads", (HEADS, 2, 1))
 @pytest.mark.parametrize("flat_output", (True, False))
 @pytest.mark.parametrize("by_head", (True, False))
-def test_calls_that_fit_equal_comfyuis(comfyui_attention, kernel, by_head, flat_output, kv_heads, scale, kv_tokens):
+def test_calls_that_fit_equal_comfyuis(kernel, by_head, flat_output, kv_heads, scale, kv_tokens):
     qkv = tensors(kv_heads, kv_tokens, by_head)
     options = {"skip_reshape": by_head, "skip_output_reshape": not flat_output, **scale}
     if kv_heads != HEADS:
@@ -138,7 +140,7 @@ def of_one_sample(q, k, v):
 @pytest.mark.parametrize(
     "form, by_head, fits", ((scattered, True, True), (by_head_but_queries, False, True), (of_one_sample, True, False))
 )
-def test_other_forms_of_tensors(comfyui_attention, kernel, form, by_head, fits):
+def test_other_forms_of_tensors(kernel, form, by_head, fits):
     qkv = form(*tensors(by_head=by_head))
     expected = comfyui_attention(*qkv, HEADS, skip_reshape=by_head)
     torch.testing.assert_close(run(comfyui_attention, on_cpu(kernel), qkv, skip_reshape=by_head), expected)
@@ -164,7 +166,7 @@ MASKS = {
 @pytest.mark.parametrize("kv_heads", (HEADS, 2))
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("by_head", (True, False))
-def test_masked_calls_equal_comfyuis(comfyui_attention, kernel, by_head, mask, kv_heads):
+def test_masked_calls_equal_comfyuis(kernel, by_head, mask, kv_heads):
     qkv = tensors(kv_heads, by_head=by_head)
     options = {"skip_reshape": by_head, "mask": MASKS[mask], "enable_gqa": kv_heads != HEADS}
     expected = comfyui_attention(*qkv, HEADS, **options)
@@ -178,7 +180,7 @@ def test_masked_calls_equal_comfyuis(comfyui_attention, kernel, by_head, mask, k
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_comfy_kitchen_without_masks_gets_none(install, comfyui_attention, mask):
+def test_a_comfy_kitchen_without_masks_gets_none(install, mask):
     qkv, kernel = tensors(), StandIn()
     install(lambda q, k, v, *, scale=None: kernel(q, k, v, scale=scale), KITCHEN)
     actual = run(comfyui_attention, on_cpu(kernel), qkv, mask=MASKS[mask])
@@ -197,7 +199,7 @@ MISFITS = {
 
 @pytest.mark.parametrize("by_head", (True, False))
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_other_calls_get_comfyuis(comfyui_attention, kernel, misfit, by_head):
+def test_other_calls_get_comfyuis(kernel, misfit, by_head):
     shape, options = MISFITS[misfit]
     qkv = tensors(by_head=by_head, **shape)
     options = {"skip_reshape": by_head, **options}
@@ -206,7 +208,7 @@ def test_other_calls_get_comfyuis(comfyui_attention, kernel, misfit, by_head):
     assert kernel.calls == 0
 
 
-def test_gradients_get_comfyuis(comfyui_attention, kernel):
+def test_gradients_get_comfyuis(kernel):
     q, k, v = tensors()
     q.requires_grad_()
     run(comfyui_attention, on_cpu(kernel), (q, k, v)).sum().backward()
@@ -216,7 +218,7 @@ def test_gradients_get_comfyuis(comfyui_attention, kernel):
     assert kernel.calls == 1
 
 
-def test_an_override_that_was_there_still_acts(comfyui_attention, kernel):
+def test_an_override_that_was_there_still_acts(kernel):
     names = []
 
     def doubling(func, q, *args, **kwargs):
@@ -232,7 +234,7 @@ def test_an_override_that_was_there_still_acts(comfyui_attention, kernel):
 @pytest.mark.parametrize("in_containers", (False, True), ids=("tensors", "containers"))
 @pytest.mark.parametrize("fits", (True, False), ids=("fits", "misfit"))
 @pytest.mark.parametrize("kind", (INT8, KITCHEN))
-def test_compiles_into_one_graph(attention, install, of_today, monkeypatch, kind, fits, in_containers):
+def test_compiles_into_one_graph(install, of_today, monkeypatch, kind, fits, in_containers):
     # What ComfyUI runs on a CPU asks for the free memory.
     monkeypatch.setattr(of_today, "optimized_attention", of_today.attention_pytorch)
     calls = []
@@ -344,10 +346,6 @@ def warnings(caplog):
 @pytest.fixture
 def load(dit, monkeypatch):
     """The MODEL of Load INT8 DiT."""
-    import folder_paths
-
-    from int8_dit.nodes.load_int8_dit import LoadINT8DiT
-
     monkeypatch.setattr(folder_paths, "get_full_path_or_raise", lambda folder, name: name)
     return lambda *args, **widgets: LoadINT8DiT.execute(str(dit.FILE), "fused int8", *args, **widgets)[0]
 
@@ -383,9 +381,6 @@ def test_the_first_sixth_of_the_steps_stays_exact(dit, load, kernel, warnings):
 
 def test_a_schedule_that_is_sampled_again_has_its_first_steps_again(dit, load, kernel):
     """One tensor may serve many samplings."""
-    import comfy.sample
-    import comfy.samplers
-
     model = load(attention=kernel.kind)
     sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", 6)
     context, pooled = dit.conditioning.encode("A")
@@ -400,7 +395,7 @@ def test_a_schedule_that_is_sampled_again_has_its_first_steps_again(dit, load, k
     assert torch.equal(*images)
 
 
-def test_which_calls_are_of_the_first_steps(attention):
+def test_which_calls_are_of_the_first_steps():
     """Those with the most noise, until one has less; none where noise is added."""
     schedule = attention._Schedule()
 
@@ -420,12 +415,12 @@ def test_which_calls_are_of_the_first_steps(attention):
     assert not schedule.begins_with({"sigmas": falling}) and not schedule.begins_with({})
 
 
-def test_old_workflows_have_comfyuis_attention(dit, load, attention):
+def test_old_workflows_have_comfyuis_attention(dit, load):
     assert OVERRIDE not in load().model_options["transformer_options"]
     assert dit.described(load("conditional", "none")) == "as ComfyUI"
 
 
-def test_the_latest_int8_attention_counts_and_no_other_choice_undoes_it(dit, load, install, attention):
+def test_the_latest_int8_attention_counts_and_no_other_choice_undoes_it(dit, load, install):
     kernels = {kind: StandIn(kind) for kind in (INT8, KITCHEN)}
     for kind, kernel in kernels.items():
         install(kernel, kind)
@@ -444,9 +439,7 @@ def test_the_latest_int8_attention_counts_and_no_other_choice_undoes_it(dit, loa
 # What is refused
 
 
-def test_what_cannot_run_is_refused_and_says_why(load, install, attention, monkeypatch):
-    import comfy_kitchen
-
+def test_what_cannot_run_is_refused_and_says_why(load, install, monkeypatch):
     def refused(message, device=CPU, error=RuntimeError, choice=KITCHEN):
         with pytest.raises(error, match=message):
             attention.check_attention(choice, device)

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+from comfy.ldm.modules.attention import attention_pytorch
 
+from int8_dit.nodes.attention import attention_override as attention
+from int8_dit.nodes.attention.attention_kinds import ATTENTION_KINDS
+from int8_dit.nodes.attention.attention_override import AttentionOverride
+from support import comfyui_today
 from support.attention_calls import overridden, random_qkv
 from support.tensors import relative_error
 
@@ -26,9 +31,6 @@ SHAPES = {
 @pytest.fixture(params=("INT8", "INT8 (comfy-kitchen)"))
 def override(pack, request):
     """The attention override of a kind."""
-    from int8_dit.nodes.attention.attention_kinds import ATTENTION_KINDS
-    from int8_dit.nodes.attention.attention_override import AttentionOverride
-
     kind = ATTENTION_KINDS[request.param]
     if obstacle := kind.obstacle(GPU):
         pytest.skip(obstacle)
@@ -41,10 +43,6 @@ def tensors(batch, kv_heads, queries, keys, width, dtype, by_head):
 
 def both(override, qkv, **options):
     """ComfyUI's attention, and the same with the override, by INT8 attention and no other."""
-    from comfy.ldm.modules.attention import attention_pytorch
-
-    from int8_dit.nodes.attention import attention_override as attention
-
     notes = set()
     token = attention._notes.set(notes)
     with torch.inference_mode():
@@ -95,8 +93,6 @@ def test_masked_calls_are_near_comfyuis(override, kind, shape):
 
 def test_containers_get_the_same(override):
     """From comfy-kitchen by its two halves, as ComfyUI's own function does."""
-    from support import comfyui_today
-
     qkv = tensors(*SHAPES["GQA"], torch.bfloat16, True)
     with comfyui_today.today() as core, torch.inference_mode():
         held = [core.AttentionTensorContainer(tensor) for tensor in qkv]
@@ -110,11 +106,6 @@ def test_containers_get_the_same(override):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_fastest_exact_way_is_exact(pack, shape, masked):
     """Whichever it is here."""
-    from comfy.ldm.modules.attention import attention_pytorch
-
-    from int8_dit.nodes.attention.attention_kinds import ATTENTION_KINDS
-    from int8_dit.nodes.attention.attention_override import AttentionOverride
-
     batch, kv_heads, queries, keys, _ = SHAPES[shape]
     qkv = tensors(*SHAPES[shape], torch.bfloat16, True)
     options = {"skip_reshape": True, "enable_gqa": kv_heads != HEADS}

@@ -2,26 +2,33 @@
 
 import json
 
+import comfy.model_management
+import folder_paths
 import pytest
 import torch
 
-from support.pack import from_pack
+from int8_dit.kernels import Choice
+from int8_dit.kernels.benchmark import attention_rows as attention
+from int8_dit.kernels.benchmark.health import Health
+from int8_dit.kernels.benchmark.methods import TICKS
+from int8_dit.nodes import sockets
+from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+from int8_dit.nodes.benchmark import run
+from int8_dit.nodes.benchmark.forward import AttentionWork, NoForward, attention_call, measure_forward
+from int8_dit.nodes.kernel_benchmark import INT8KernelBenchmark
+from int8_dit.nodes.load_int8_dit import LoadINT8DiT
+from int8_dit.nodes.pictures import plot
+from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
 
 CARD = torch.device("cuda", 0)
-run = from_pack("int8_dit.nodes.benchmark.run")
-node = from_pack("int8_dit.nodes.kernel_benchmark:INT8KernelBenchmark")
 
 
 def only(*ticked):
     """The switches of the node, these on."""
-    from int8_dit.kernels.benchmark.methods import TICKS
-
     return {tick: tick in ticked for tick in TICKS}
 
 
-def test_a_forward_is_split_into_its_parts(dit, node, monkeypatch, tmp_path):
-    import folder_paths
-
+def test_a_forward_is_split_into_its_parts(dit, monkeypatch, tmp_path):
     monkeypatch.setattr(folder_paths, "get_output_directory", lambda: str(tmp_path))
     # So small a model is slowed down by its clocks.
     monkeypatch.setattr("int8_dit.kernels.benchmark.outcome._MOST_WATCHED", 1e9)
@@ -31,7 +38,9 @@ def test_a_forward_is_split_into_its_parts(dit, node, monkeypatch, tmp_path):
     inputs = dit.calibration(model)
     (positive,) = inputs["positive"].values()
     before = dict(model.model_options["transformer_options"])
-    output = node.execute(8, model, positive=positive, latent_image=inputs["latent_image"], **only("unfused"))
+    output = INT8KernelBenchmark.execute(
+        8, model, positive=positive, latent_image=inputs["latent_image"], **only("unfused")
+    )
     picture, text = output.result
 
     first, forward, *shapes = output.ui["int8_benchmark"]
@@ -62,26 +71,20 @@ def test_a_forward_is_split_into_its_parts(dit, node, monkeypatch, tmp_path):
     assert not any(module._forward_hooks for module in model.model.diffusion_model.modules())
 
 
-def test_a_model_that_needs_text_says_what_to_connect(dit, run):
-    from int8_dit.nodes.benchmark.forward import NoForward, measure_forward
-
+def test_a_model_that_needs_text_says_what_to_connect(dit):
     with pytest.raises(NoForward, match=r"connect positive and latent_image .*pooled_output"):
         measure_forward(dit.stock(), None, None)
 
 
-def test_cancelling_stops_it(dit, node, interrupt_at):
-    import comfy.model_management
-
+def test_cancelling_stops_it(dit, interrupt_at):
     interrupt_at(0)
     with pytest.raises(comfy.model_management.InterruptProcessingException):
-        node.execute(8, dit.stock(), **only())
+        INT8KernelBenchmark.execute(8, dit.stock(), **only())
 
 
-def test_ideogram_s_linears_are_left_out_on_a_cpu_and_named(node, monkeypatch, tmp_path):
-    import folder_paths
-
+def test_ideogram_s_linears_are_left_out_on_a_cpu_and_named(monkeypatch, tmp_path):
     monkeypatch.setattr(folder_paths, "get_output_directory", lambda: str(tmp_path))
-    output = node.execute(4352, **only())
+    output = INT8KernelBenchmark.execute(4352, **only())
     _, shape, attention = output.ui["int8_benchmark"]
     assert "attention out, 64 x 4608 x 4608" in shape["title"]
     assert attention["title"].startswith("Ideogram 4, 18 heads of 256")
@@ -89,12 +92,12 @@ def test_ideogram_s_linears_are_left_out_on_a_cpu_and_named(node, monkeypatch, t
     assert "qkv" in said and "too many for a CPU" in said and "(there is no such kernel here): flash; cuDNN" in said
 
 
-def test_each_run_measures_anew(node):
-    assert node.fingerprint_inputs(tokens=1) != node.fingerprint_inputs(tokens=1)
+def test_each_run_measures_anew():
+    assert INT8KernelBenchmark.fingerprint_inputs(tokens=1) != INT8KernelBenchmark.fingerprint_inputs(tokens=1)
 
 
 @pytest.fixture
-def choices(run, monkeypatch):
+def choices(monkeypatch):
     """What was stored for a card, None for forgotten, in order; the last one counts."""
     kept = []
     for kind in (run.AUTO_CHOICES, run.ATTENTION_CHOICES):
@@ -104,8 +107,6 @@ def choices(run, monkeypatch):
 
 
 def healthy(**changes):
-    from int8_dit.kernels.benchmark.health import Health
-
     return Health(**{"teraflops": 65.0, "expected": 71.0} | changes)
 
 
@@ -121,7 +122,7 @@ def decided(run, health=None, decision="by this run", ticked=("native_int8",), *
     return run._decide(CARD, outcome, ticked, decision)
 
 
-def test_a_healthy_run_decides_what_auto_runs(run, choices):
+def test_a_healthy_run_decides_what_auto_runs(choices):
     assert decided(run) == "Stored: auto now runs what was fastest here, of 1 shapes fused int8 for 1."
     (choice,) = choices
     assert dict(choice.milliseconds) == {(64, 32): {"fused int8": 1.0, "native int8": 2.0, "bf16": 3.0}}
@@ -136,12 +137,12 @@ def test_a_healthy_run_decides_what_auto_runs(run, choices):
         ({"bf16": 1.0}, "No times of linears were stored, because the fused kernel was not timed"),
     ],
 )
-def test_what_does_not_count_is_not_stored(run, choices, changes, says):
+def test_what_does_not_count_is_not_stored(choices, changes, says):
     health = healthy(**changes.pop("health", {}))
     assert says in decided(run, health, **changes) and choices == []
 
 
-def test_where_kitchens_gemm_runs_is_said(pack, run, monkeypatch):
+def test_where_kitchens_gemm_runs_is_said(pack, monkeypatch):
     from int8_dit.kernels.benchmark import LinearShape, ShapeResult
 
     monkeypatch.setattr(run, "runs_kitchen", lambda m, n, k, device: device == CARD and (m, n) == (4096, 512))
@@ -150,11 +151,9 @@ def test_where_kitchens_gemm_runs_is_said(pack, run, monkeypatch):
     assert said.endswith("faster here, at 4096 x 512 x 256.") and not run._kitchen_remark(torch.device("cpu"), results)
 
 
-def test_forgetting_measures_nothing(node, run, choices, monkeypatch):
-    import comfy.model_management
-
+def test_forgetting_measures_nothing(choices, monkeypatch):
     monkeypatch.setattr(comfy.model_management, "get_torch_device", lambda: CARD)
-    output = node.execute(8, auto_decided=run.CLEAR)
+    output = INT8KernelBenchmark.execute(8, auto_decided=run.CLEAR)
     assert choices == [None, None] and "forgotten" in output.result[1]
 
 
@@ -179,22 +178,18 @@ def zeros(*shape):
     ],
 )
 def test_what_an_attention_call_computes(pack, q, k, keywords, expected):
-    from int8_dit.nodes.benchmark.forward import AttentionWork, attention_call
-
     call = attention_call(q, k, k, 4, transformer_options={}, **keywords)
     assert call == (None if expected is None else AttentionWork(*expected))
 
 
 def attention_times(width=128, tokens=4096, heads=24, **milliseconds):
-    from int8_dit.kernels.benchmark import attention_rows as attention
-
     names = {"comfyui": attention.COMFYUI_CHOICE, "cudnn": "cuDNN", "flash": "flash", "pytorch": "PyTorch's choice"}
     shape = attention.AttentionShape(tokens, tokens, width, False)
     rounds = {names[name]: [time] * 3 for name, time in milliseconds.items()}
     return attention.AttentionResult(attention.AttentionWork("attention", heads, shape, heads), rounds=rounds)
 
 
-def test_what_was_fastest_of_attention_is_said_and_stored_beside_earlier_runs(run, choices):
+def test_what_was_fastest_of_attention_is_said_and_stored_beside_earlier_runs(choices):
     first = attention_times(comfyui=2.0, flash=2.0, cudnn=1.0, pytorch=2.0)
     again = attention_times(heads=8, comfyui=1.0, flash=1.0, cudnn=0.5)
     wide = attention_times(width=256, comfyui=3.0, flash=3.0, pytorch=3.1)
@@ -209,7 +204,7 @@ def test_what_was_fastest_of_attention_is_said_and_stored_beside_earlier_runs(ru
     assert last == both | {wide.call.shape: {"flash": 3.0, "PyTorch's choice": 3.1}}
 
 
-def test_a_full_disk_ends_no_run_and_is_said(run, monkeypatch):
+def test_a_full_disk_ends_no_run_and_is_said(monkeypatch):
     def full(*args):
         raise OSError("no space left")
 
@@ -225,14 +220,6 @@ def test_a_full_disk_ends_no_run_and_is_said(run, monkeypatch):
 
 def test_nodes_run_again_when_auto_is_decided_anew(pack, monkeypatch):
     """Or a MODEL out of ComfyUI's cache would go on running what another choice chose."""
-    import comfy.model_management
-
-    from int8_dit.kernels import Choice
-    from int8_dit.nodes import sockets
-    from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
-    from int8_dit.nodes.load_int8_dit import LoadINT8DiT
-    from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
-
     monkeypatch.setattr(comfy.model_management, "get_torch_device", lambda: CARD)
     choices = [None, Choice("d", {(1, 1): {"bf16": 1.0}}), Choice("d", {(1, 1): {"bf16": 2.0}})]
     for node in (ApplyFusedINT8Kernel, LoadINT8DiT, QuantizeToINT8SmoothQuant):
@@ -244,10 +231,8 @@ def test_nodes_run_again_when_auto_is_decided_anew(pack, monkeypatch):
         assert (len(stamps["auto"]), len(stamps["fused int8"])) == (3, 1)
 
 
-def test_a_missing_matplotlib_is_said_before_anything_is_measured(node, run, monkeypatch):
-    from int8_dit.nodes.pictures import plot
-
+def test_a_missing_matplotlib_is_said_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(run, "examine", lambda *args: pytest.fail("measured"))
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        node.execute(8)
+        INT8KernelBenchmark.execute(8)

@@ -8,6 +8,10 @@ import weakref
 import pytest
 import torch
 
+from int8_dit.kernels import ChannelTransform, int8_linear, quantize_weight
+from int8_dit.nodes.linears.int8_weight import int8_weight
+from int8_dit.nodes.linears.weight_form import known_form, known_weight
+
 
 @pytest.fixture(scope="module")
 def model(dit):
@@ -37,8 +41,6 @@ def x(layer):
 @pytest.fixture
 def other(layer):
     """Another INT8 weight of its shape."""
-    from int8_dit.kernels import ChannelTransform, quantize_weight
-    from int8_dit.nodes.linears.int8_weight import int8_weight
 
     def make(smoothed=False, group=None, bits=8):
         generator = torch.Generator().manual_seed(1)
@@ -57,9 +59,6 @@ def computed(layer, x):
 
 def expected(layer, x):
     """Of what the weight is now, with nothing kept."""
-    from int8_dit.kernels import int8_linear
-    from int8_dit.nodes.linears.weight_form import known_form
-
     form = known_form(layer.weight, layer)
     transform, bits = form.input_form(layer.weight)
     with torch.inference_mode():
@@ -67,8 +66,6 @@ def expected(layer, x):
 
 
 def input_form(layer):
-    from int8_dit.nodes.linears.weight_form import known_weight
-
     form, _ = known_weight(layer)
     return None if form is None else form.input_form(layer.weight)
 

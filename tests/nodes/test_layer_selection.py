@@ -3,11 +3,13 @@
 import re
 from itertools import product
 
+import comfy.ops
 import pytest
 import torch
+from comfy.ldm.ideogram4.model import Ideogram4Transformer2DModel
 
+from int8_dit.nodes.linears.layer_selection import is_quantizable
 from support.architectures import ARCHITECTURES
-from support.pack import from_pack
 
 FLUX = "double_blocks.#.{img,txt}_{attn.qkv,attn.proj,mlp.0,mlp.2} single_blocks.#.linear{1,2}"
 LUMINA = (
@@ -67,11 +69,8 @@ def of_blocks(names):
     return {re.sub(r"\.\d+\.", ".#.", name, count=1) for name in names}
 
 
-is_quantizable = from_pack("int8_dit.nodes.linears.layer_selection:is_quantizable")
-
-
 @pytest.mark.parametrize("name", LAYERS)
-def test_attention_and_mlp_of_the_blocks(small, is_quantizable, name):
+def test_attention_and_mlp_of_the_blocks(small, name):
     modules = small.stock_of(ARCHITECTURES[name]).model.diffusion_model.named_modules()
     layers = {name: tuple(layer.weight.shape) for name, layer in modules if isinstance(layer, torch.nn.Linear)}
     selected = {name for name, shape in layers.items() if is_quantizable(name, shape)}
@@ -80,11 +79,8 @@ def test_attention_and_mlp_of_the_blocks(small, is_quantizable, name):
     assert not of_blocks(layers.keys() - selected) & expand(LAYERS[name])
 
 
-def test_the_whole_ideogram_4(pack, is_quantizable):
+def test_the_whole_ideogram_4(pack):
     """Of its real size, its projection of text too."""
-    import comfy.ops
-    from comfy.ldm.ideogram4.model import Ideogram4Transformer2DModel
-
     model = Ideogram4Transformer2DModel(device="meta", operations=comfy.ops.disable_weight_init)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
     assert len(layers) == 211
@@ -113,5 +109,5 @@ def test_the_whole_ideogram_4(pack, is_quantizable):
         ("projection.0", (4096, 4096), False),
     ),
 )
-def test_names_and_sizes_at_the_edges(is_quantizable, name, shape, expected):
+def test_names_and_sizes_at_the_edges(name, shape, expected):
     assert is_quantizable(name, shape) is expected

@@ -2,9 +2,19 @@
 
 from functools import partial
 
+import comfy.ops
 import pytest
 import torch
+from comfy.weight_adapter.base import WeightAdapterBase
+from comfy.weight_adapter.bypass import BypassForwardHook
 
+from int8_dit.kernels import ActivationStatistics
+from int8_dit.nodes.comfyui.quantized import FORWARDED_LAYOUT, has_layout
+from int8_dit.nodes.deferred.install import deferred_call
+from int8_dit.nodes.deferred.notes import seen_from
+from int8_dit.nodes.linears import linear_call
+from int8_dit.nodes.quantization.recorder import observed_linear
+from support import called_linears, comfyui_today
 from support.tensors import relative_error
 
 APART = 0.01
@@ -16,7 +26,6 @@ def version(request, pack):
     if request.param == "as it is":
         yield request.param
         return
-    from support import comfyui_today
 
     with comfyui_today.today():
         yield request.param
@@ -24,8 +33,6 @@ def version(request, pack):
 
 @pytest.fixture
 def linears(version):
-    from support import called_linears
-
     return called_linears
 
 
@@ -48,8 +55,6 @@ def make(linears, monkeypatch):
 @pytest.fixture
 def fused_ops(pack, monkeypatch):
     """The names of the fused ops that calls of linears run."""
-    from int8_dit.nodes.linears import linear_call
-
     names = []
     for name in ("activate_quantize", "norm_quantize", "gated_residual"):
         run = getattr(linear_call, name)
@@ -115,9 +120,6 @@ def test_by_place_and_by_name(linears, make, kind, asked, how):
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("kind", ("INT8", "applied", "a LoRA in use"))
 def test_an_input_that_waits(linears, make, kind, asked):
-    from int8_dit.nodes.deferred.install import deferred_call
-    from int8_dit.nodes.deferred.notes import seen_from
-
     def run(call, **others):
         x = linears.ASKED[asked].input()
         with torch.inference_mode():
@@ -133,8 +135,6 @@ def test_an_input_that_waits(linears, make, kind, asked):
 @pytest.mark.parametrize("kind", ("INT8", "a LoRA in use", "applied", "protected", "text encoder", "bf16 fallback"))
 def test_the_weight_of_a_norm_may_be_the_norm(linears, make, kind, version):
     """As ComfyUI of October 2026 gives it, whose own linears take no arguments again."""
-    import comfy.ops
-
     if kind == "protected" and version == "today":
         pytest.skip("ComfyUI's own forward of that state wants a tensor")
     linear, call = make(kind), linears.ASKED["all"]
@@ -198,8 +198,6 @@ def test_what_asks_for_nothing_is_taken(make, linears, kind):
 
 @pytest.mark.parametrize("kind", ("INT8", "GGUF as stored", "applied", "text encoder", "bf16 fallback", "protected"))
 def test_an_activation_that_only_comfyui_knows(make, linears, kind, monkeypatch, version):
-    import comfy.ops
-
     if version != "today":
         pytest.skip("this ComfyUI's linears take none")
     monkeypatch.setitem(comfy.ops.INPUT_ACT_EAGER, "squared", lambda x: x.relu().square())
@@ -243,8 +241,6 @@ def test_compiled(linears, make, kind):
 @pytest.mark.parametrize("asked", ("swiglu", "all"))
 def test_behind_the_hook_of_a_bypass_lora(linears, make, kind, asked):
     """It calls the forward that was there with all that it was given."""
-    from comfy.weight_adapter.base import WeightAdapterBase
-    from comfy.weight_adapter.bypass import BypassForwardHook
 
     class AddsOne(WeightAdapterBase):
         name, weights = "one", ()
@@ -271,8 +267,6 @@ def test_behind_the_hook_of_a_bypass_lora(linears, make, kind, asked):
 @pytest.mark.parametrize("kind", ("INT8", "smoothed", "applied", "text encoder", "bf16 fallback"))
 def test_a_weight_that_comfyui_casts_once_for_parts_of_an_input(linears, make, kind):
     """As its block-sparse attention does with `_forward`."""
-    import comfy.ops
-
     linear, x = make(kind), linears.ASKED["nothing"].input()[0]
     with torch.inference_mode():
         held = comfy.ops.cast_bias_weight(
@@ -309,9 +303,6 @@ def test_a_gradient_passes(linears, make):
 @pytest.mark.parametrize("kind", ("INT8", "protected", "protected, cast"))
 def test_a_calibration_sees_what_is_multiplied(linears, make, kind, asked):
     """And not what the linear is given, which may be twice as wide."""
-    from int8_dit.kernels import ActivationStatistics
-    from int8_dit.nodes.quantization.recorder import observed_linear
-
     linear, call, given, before = make(kind), linears.ASKED[asked], ActivationStatistics(), ActivationStatistics()
     for seen, run in ((given, lambda: called(linear, call, "by name")), (before, lambda: expected(linear, call))):
         with observed_linear(linear, seen):
@@ -322,9 +313,6 @@ def test_a_calibration_sees_what_is_multiplied(linears, make, kind, asked):
 
 def test_recordings_may_end_in_any_order(linears, make):
     """As those of two MODELs with the same modules, beside each other in one guider."""
-    from int8_dit.kernels import ActivationStatistics
-    from int8_dit.nodes.quantization.recorder import observed_linear
-
     linear = make("protected")
     first, second = (observed_linear(linear, ActivationStatistics()) for _ in range(2))
     for recording in (first, second):
@@ -336,8 +324,6 @@ def test_recordings_may_end_in_any_order(linears, make):
 
 def test_under_its_other_name_comfyuis_own_product_is_the_same(linears, make):
     """Where an INT8 weight has the name that Apply gives it, and this pack does not multiply by it."""
-    from int8_dit.nodes.comfyui.quantized import FORWARDED_LAYOUT, has_layout
-
     linear, x = make("applied, declined"), linears.ASKED["nothing"].input()
     with torch.inference_mode():
         own = linear(x)

@@ -6,9 +6,15 @@ import threading
 import uuid
 from time import sleep
 
+import comfy.model_management
 import pytest
 import torch
+from comfy_execution.utils import CurrentNodeContext
 
+from int8_dit.kernels import ChannelTransform, quantize_weight
+from int8_dit.nodes.comfyui import quantized
+from int8_dit.nodes.comfyui.quantized import HostCopies, copy_through, new_in_host, stored, to_device
+from int8_dit.nodes.linears.int8_weight import int8_weight
 from support.file_formats import config_in, encoded, fp8_scaled, in_metadata
 from support.tensors import DEVICE
 
@@ -85,8 +91,6 @@ RUNS = "INT8 DiT runs in"
 def in_bf16(request, dit, native, tmp_path, monkeypatch):
     """A native file loaded with "auto" on a machine without a GPU, that has memory for its bf16 weights or has not:
     they would leave none for inference."""
-    import comfy.model_management
-
     path = dit.write(tmp_path / "native.safetensors", native)
     assert os.path.getsize(path) < 1 << 24 < 1 << 26 < comfy.model_management.minimum_inference_memory()
     with monkeypatch.context() as memory:
@@ -107,8 +111,6 @@ def test_auto_without_gpu_computes_with_dequantized_weights(dit, native, in_bf16
 
 
 def test_auto_without_gpu_warns_once_per_run(dit, in_bf16, caplog, logged):
-    from comfy_execution.utils import CurrentNodeContext
-
     assert not logged(RUNS)
     for _ in range(2):
         prompt = str(uuid.uuid4())  # as the server makes them: what was said of a prompt is remembered by its name
@@ -122,8 +124,6 @@ def test_auto_without_gpu_warns_once_per_run(dit, in_bf16, caplog, logged):
 
 def test_auto_says_before_it_loads_that_the_model_cannot_be_saved(dit, native, tmp_path, monkeypatch, caplog, logged):
     """And the sampling that follows in the same run does not say it again."""
-    from comfy_execution.utils import CurrentNodeContext
-
     path = dit.write(tmp_path / "native.safetensors", native)
     with monkeypatch.context() as patched, pytest.raises(ValueError, match="division by zero"):
         patched.setattr("int8_dit.nodes.loading.load.build_model", lambda *_: 1 / 0)
@@ -141,8 +141,6 @@ def test_auto_says_before_it_loads_that_the_model_cannot_be_saved(dit, native, t
 
 
 def test_auto_does_not_say_so_where_int8_weights_are_kept(dit, native, tmp_path, monkeypatch, logged):
-    import comfy.model_management
-
     monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda *args, **kwargs: 0)
     model = dit.load(dit.write(tmp_path / "native.safetensors", native), "auto")
     assert not logged(RUNS)
@@ -198,8 +196,6 @@ def test_built_again_for_another_gpu_and_without_dynamic_vram(dit, make):
 @pytest.mark.parametrize("shape", ((), (0, 4), (5, 7), (64, 16), (3, 5, 41)))
 def test_a_copy_through_buffers(pack, dtype, shape):
     """Shorter than a buffer, of several fillings, and with a rest."""
-    from int8_dit.nodes.comfyui.quantized import copy_through, new_in_host
-
     x = torch.randint(-8, 8, shape).to(dtype)
     for there, back in ((DEVICE, "cpu"), ("cpu", DEVICE)):
         given = x.to(there)
@@ -211,10 +207,6 @@ def test_a_copy_through_buffers(pack, dtype, shape):
 
 
 def test_a_weight_from_device_to_device(pack):
-    from int8_dit.kernels import ChannelTransform, quantize_weight
-    from int8_dit.nodes.comfyui.quantized import stored, to_device
-    from int8_dit.nodes.linears.int8_weight import int8_weight
-
     transform = ChannelTransform(torch.linspace(0.5, 2, 64, device=DEVICE), 64)
     q, scale = quantize_weight(torch.randn(48, 64, device=DEVICE), transform)
     weight = int8_weight(q, scale, torch.bfloat16, transform)
@@ -233,8 +225,6 @@ def test_a_weight_from_device_to_device(pack):
 @pytest.fixture
 def beside(pack, monkeypatch):
     """What threads beside the loading have copied into the host's memory, slowly. Weights on a CPU are copied, too."""
-    from int8_dit.nodes.comfyui import quantized
-
     copied, own = [], quantized._fill_beside
 
     def fill(copy, x, ready):
@@ -249,10 +239,6 @@ def beside(pack, monkeypatch):
 
 @pytest.mark.parametrize("inference", (False, True))
 def test_copies_are_made_beside_the_caller(beside, inference):
-    from int8_dit.kernels import quantize_weight
-    from int8_dit.nodes.comfyui.quantized import HostCopies, stored
-    from int8_dit.nodes.linears.int8_weight import int8_weight
-
     to_host = HostCopies()
     with torch.inference_mode(inference):
         for number in range(3):
@@ -267,8 +253,6 @@ def test_copies_are_made_beside_the_caller(beside, inference):
 
 
 def test_what_goes_wrong_beside_the_caller_is_raised(beside, monkeypatch):
-    from int8_dit.nodes.comfyui import quantized
-
     def fails(copy, x, ready):
         raise RuntimeError("out of memory")
 

@@ -2,6 +2,9 @@
 
 import pytest
 
+from int8_dit import kernels
+from int8_dit.kernels.card.device import ComputePath
+from int8_dit.nodes.loading import load, load_plan, summary
 from support.tensors import relative_error
 
 SHAPES = {(576, 192): "bf16", (192, 192): "native int8"}  # qkv and proj; the MLP's stay fused
@@ -16,9 +19,6 @@ def answer(monkeypatch, int8_path):
 @pytest.fixture
 def measured(pack, monkeypatch):
     """Let a choice decide, as on a GPU with one; here all ways run on the CPU."""
-    from int8_dit import kernels
-    from int8_dit.kernels.card.device import ComputePath
-    from int8_dit.nodes.loading import load, load_plan, summary
 
     def choose_path(device, kernel="auto", shape=None, ways=kernels.WAYS):
         way = SHAPES.get(shape, "fused int8")

@@ -3,12 +3,14 @@
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
+import comfy.model_management
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from int8_dit.nodes.deferred.install import deferred_call
 from support.architectures import ARCHITECTURES
 
 
@@ -56,10 +58,6 @@ def plan(pack, monkeypatch):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_deferred_call_of_a_block_holds_its_output_alone(small, plan, name):
-    import comfy.model_management
-
-    from int8_dit.nodes.deferred.install import deferred_call
-
     model, calls = small.int8_of(ARCHITECTURES[name]), []
     comfy.model_management.load_models_gpu([model])
     parents = [module for module in model.model.diffusion_model.modules() if isinstance(module, torch.nn.ModuleList)]

@@ -1,10 +1,22 @@
 """ComfyUI's merge nodes and hooks on INT8 MODELs: what they do to float MODELs, and gone without a trace."""
 
+import gc
+import weakref
 from functools import partial
 
+import comfy.hooks
+import comfy.model_management
+import comfy.sample
+import comfy.utils
+import comfy_extras.nodes_lora_extract as node
+import comfy_extras.nodes_model_merging as merging
+import folder_paths
 import pytest
 import torch
+from comfy.model_patcher import ModelPatcher
 
+from glyphs import conditioning, latents
+from int8_dit.nodes.files.holding import is_gguf
 from support.file_formats import fp8_scaled, int8
 
 NOISE = 0.1  # INT8's own is a few percent; a merge or a hook that is lost moves the output by over 40 %
@@ -17,8 +29,6 @@ def other_file(dit, lora, tmp_path):
 
 
 def merged(node, *inputs):
-    import comfy_extras.nodes_model_merging as merging
-
     return getattr(merging, node)().merge(*inputs)[0]
 
 
@@ -78,18 +88,12 @@ def loaded(dit, other_file, load_stored, tmp_path):
 
 
 def torch_file(path):
-    import comfy.utils
-
     return comfy.utils.load_torch_file(path)
 
 
 @pytest.fixture
 def extracted(dit, monkeypatch, tmp_path):
     """What the file of ComfyUI's Extract and Save Lora, made of a difference, makes of the float model."""
-    import comfy.model_management
-    import comfy_extras.nodes_lora_extract as node
-    import folder_paths
-
     monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "output"))
 
     def extract(difference, kind, streams):
@@ -123,10 +127,6 @@ def test_a_lora_extracted_of_a_difference(dit, loaded, extracted, held, kind, st
 
 def hooked(dit, model, hooks, steps=1):
     """Sample with hooks on the positive conditioning alone, so that they come and go within a step."""
-    import comfy.sample
-
-    from glyphs import conditioning, latents
-
     context, pooled = conditioning.encode("A")
     empty = torch.zeros(1, latents.CHANNELS, latents.SIDE, latents.SIDE)
     noise = comfy.sample.prepare_noise(empty, 0)
@@ -136,14 +136,10 @@ def hooked(dit, model, hooks, steps=1):
 
 
 def lora_hook(dit, lora, other_file):
-    import comfy.hooks
-
     return comfy.hooks.create_hook_lora(lora, 1.0, 0.0)
 
 
 def model_hook(dit, lora, other_file, load="stock"):
-    import comfy.hooks
-
     weights = comfy.hooks.get_patch_weights_from_model(getattr(dit, load)(other_file))
     return comfy.hooks.create_hook_model_as_lora(weights, None, 1.0, 0.0)
 
@@ -186,10 +182,6 @@ def test_hooks_on_layers_that_stay_fp8(dit, lora, tmp_path):
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
 def test_a_hook_is_not_rounded_to_blocks(dit, load_stored, monkeypatch, kind, layer, mode):
     """Where a weight has few values, a small change would round back to the one that it was."""
-    from comfy.model_patcher import ModelPatcher
-
-    from int8_dit.nodes.files.holding import is_gguf
-
     with mode():
         model, lora = load_stored(kind), dit.lora([layer], 0.02)
     module, change = dit.module(model, layer), dit.delta(lora, layer)
@@ -258,8 +250,6 @@ def test_hooks_behind_apply(dit, applied, lora, other_file, make, mode):
 
 def test_a_hook_stays_when_its_model_is_loaded_again(dit, applied, lora):
     """ComfyUI takes object patches off and puts them back while a hook's weights are in place."""
-    import comfy.hooks
-
     stock, model = applied()
     expected, native = dit.output(dit.with_lora(dit.stock(), lora)), dit.output(stock)
     model, group = model.clone(), lora_hook(dit, lora, None)
@@ -277,9 +267,6 @@ def test_a_hook_stays_when_its_model_is_loaded_again(dit, applied, lora):
 
 
 def test_a_dropped_model_waits_for_no_garbage_collection(dit, applied):
-    import gc
-    import weakref
-
     _, model = applied()
     gc.disable()
     try:

@@ -1,15 +1,20 @@
 """Models of which ComfyUI reads something beside the diffusion model's tensors: it is kept, in memory and in files."""
 
+import comfy.model_detection
+import comfy.model_management
+import comfy.sd
 import pytest
 import torch
+from comfy.model_base import ModelType
+from safetensors.torch import load_file
 
+from int8_dit.nodes.quantization import quantize
 from support.architectures import ARCHITECTURES, PIXEL_DIT
 
 
 @pytest.fixture
 def after(dit, tmp_path):
     """A MODEL as it comes out of the quantizer, of this pack's loader, and of ComfyUI's own."""
-    import comfy.sd
 
     def make(model):
         quantized = dit.quantize(model, method="none")
@@ -21,8 +26,6 @@ def after(dit, tmp_path):
 
 
 def video_output(small, model):
-    import comfy.model_management
-
     comfy.model_management.load_models_gpu([model])
     x, text = small._randn(1, 128, 3, 4, 4, seed=1), small._randn(1, 8, small.TEXT, seed=2)
     with torch.inference_mode():
@@ -48,8 +51,6 @@ def test_a_config_that_comes_from_tensors_alone_is_not_changed(dit, after):
 
 
 def test_how_a_model_predicts(small, after, monkeypatch):
-    from comfy.model_base import ModelType
-
     model = small.v_prediction_unet(monkeypatch)
     sigma_max = float(model.get_model_object("model_sampling").sigma_max)
     assert sigma_max > 1000  # zero terminal SNR
@@ -79,10 +80,6 @@ def test_names_that_a_model_has_in_files_alone(dit, small, after, tmp_path):
 
 @pytest.mark.parametrize("ending", ("safetensors", "gguf", "quantized"))
 def test_a_kind_that_comfyui_would_not_know_again_is_refused_before_the_work(dit, tmp_path, monkeypatch, ending):
-    import comfy.model_detection
-
-    from int8_dit.nodes.quantization import quantize
-
     model, stock = dit.load(), dit.stock()
     monkeypatch.setattr(comfy.model_detection, "detect_unet_config", lambda *args, **options: None)
     monkeypatch.setattr(quantize, "_quantize_layers", None)
@@ -93,8 +90,6 @@ def test_a_kind_that_comfyui_would_not_know_again_is_refused_before_the_work(dit
 
 def test_a_kind_that_cannot_be_kept_is_refused(dit):
     """As of a checkpoint whose sampling ComfyUI reads from marks that it does not write again."""
-    from comfy.model_base import ModelType
-
     model = dit.stock()
     model.model.model_type = ModelType.EDM
     with pytest.raises(ValueError, match=r"another kind of model .*FLOW instead of .*EDM.*images would be wrong"):
@@ -103,8 +98,6 @@ def test_a_kind_that_cannot_be_kept_is_refused(dit):
 
 def test_folding_does_not_make_an_fp16_model_of_a_z_image(dit, small, tmp_path):
     """ComfyUI tells by the spread of a norm's weight whether a Z-Image can run in fp16; folding divides just that."""
-    from safetensors.torch import load_file
-
     architecture = ARCHITECTURES["Z-Image"]
     tensors = small.tensors_of(architecture)
     for index, name in enumerate(name for name in tensors if name.endswith("norm1.weight")):

@@ -1,9 +1,25 @@
 """The pictures that nodes draw: everything is on the sheet, nothing covers a text, and rows are where figures are."""
 
+import importlib.util
 import subprocess
 import sys
 
 import pytest
+from matplotlib.text import Text
+
+from int8_dit.kernels.benchmark.attention_rows import ATTENTION_METHODS, AttentionResult, AttentionShape, AttentionWork
+from int8_dit.kernels.benchmark.methods import BENCHMARK_METHODS
+from int8_dit.kernels.benchmark.shape_results import LinearShape, ShapeResult
+from int8_dit.nodes.pictures.plot import (
+    INT8,
+    MUTED,
+    PLAIN,
+    PROTECTED,
+    as_comfyui_image,
+    draw_chart,
+    draw_times,
+    plot_times,
+)
 
 MACHINE = (
     "NVIDIA RTX PRO 6000 Blackwell Workstation Edition, driver 580.159.04, torch 2.11.0+cu130, triton 3.6.0, "
@@ -15,10 +31,6 @@ HEADLINE = "On this card INT8 is only 0.89 × bf16; your image takes 1.12 of the
 def texts_of(figure, monkeypatch):
     """The texts that a figure shows. All lie on the sheet, none covers another, and none is smaller than 8 pixels where
     the sheet is shown 450 wide."""
-    from matplotlib.text import Text
-
-    from int8_dit.nodes.pictures.plot import as_comfyui_image
-
     drawn, draw = [], Text.draw
 
     def recorded(text, renderer, *args, **kwargs):
@@ -61,8 +73,6 @@ MODELS = {
 
 
 def picture(report):
-    from int8_dit.nodes.pictures.plot import draw_chart
-
     return draw_chart(report.chart())
 
 
@@ -83,8 +93,6 @@ def test_odd_reports_can_be_drawn(report_of, monkeypatch, errors):
 
 
 def test_the_marks_are_where_their_figures_are(report_of):
-    from int8_dit.nodes.pictures.plot import INT8, MUTED, PLAIN, PROTECTED
-
     errors = {"b.0.k": (0.1, 0.02), "b.1.k": (0.2, 0.01), "b.2.k": (0.3, 0.03), "b.5.k": (None, None)}
     errors["b.1.j"] = (0.1, 0.1)
     figure = picture(report_of(errors, (("b.1.k", "INT8 with 16-bit activations"), "b.2.k"), {"calls": 1, "rows": 1}))
@@ -110,20 +118,11 @@ def test_the_marks_are_where_their_figures_are(report_of):
 
 def shapes(results):
     """The results of linears given as shape: {method: rounds}."""
-    from int8_dit.kernels.benchmark.shape_results import LinearShape, ShapeResult
-
     return [ShapeResult(LinearShape(name, 13824, 53248), 80661, rounds=rounds) for name, rounds in results.items()]
 
 
 def calls(count):
     """Results of attention calls, each method slower than the one before."""
-    from int8_dit.kernels.benchmark.attention_rows import (
-        ATTENTION_METHODS,
-        AttentionResult,
-        AttentionShape,
-        AttentionWork,
-    )
-
     call = AttentionWork("cross attention", 40, AttentionShape(32760, 32512, 128, True), 8, 2)
     rounds = {method.name: [n, n, 1.1 * n] for n, method in enumerate(ATTENTION_METHODS, 1)}
     return [AttentionResult(call, rounds=rounds)] * count
@@ -131,9 +130,6 @@ def calls(count):
 
 @pytest.mark.parametrize("count, of_methods", ((1, 2), (2, 9), (8, 15)))
 def test_the_benchmark_is_legible(pack, monkeypatch, count, of_methods):
-    from int8_dit.kernels.benchmark.methods import BENCHMARK_METHODS
-    from int8_dit.nodes.pictures.plot import draw_times
-
     names = ["Flux, Qwen-Image attention out, which is long", "qkv", "ffn up", "video", "o", "w1", "w2", "w3"][:count]
     rounds = {method.name: [0.4 + 0.2 * n, 0.6 + 0.2 * n] for n, method in enumerate(BENCHMARK_METHODS[:of_methods])}
     slow = {name: [1000 * time for time in times] for name, times in rounds.items() if name != "bf16"}
@@ -143,8 +139,6 @@ def test_the_benchmark_is_legible(pack, monkeypatch, count, of_methods):
 
 @pytest.mark.parametrize("count", (1, 4))
 def test_the_attention_is_legible(pack, monkeypatch, count):
-    from int8_dit.nodes.pictures.plot import draw_times
-
     texts_of(draw_times(calls(count), "", "Times", MACHINE, "ComfyUI's choice"), monkeypatch)
 
 
@@ -157,8 +151,6 @@ def bars(figure):
 
 
 def test_bars_are_medians_relative_to_bf16_with_their_rounds(pack):
-    from int8_dit.nodes.pictures.plot import draw_times
-
     rounds = {"fused int8": [0.9, 1.0, 1.4], "bf16": [2.0, 2.0, 2.0], "new one": [8.0]}
     figure = draw_times(shapes({"qkv": rounds}), "", "Times", "")
     (panel,) = figure.axes
@@ -173,8 +165,6 @@ def test_bars_are_medians_relative_to_bf16_with_their_rounds(pack):
 
 
 def test_without_bf16_the_slowest_method_is_the_measure(pack):
-    from int8_dit.nodes.pictures.plot import draw_times
-
     results = {"qkv": {"fused int8": [1.0], "fake-quant": [4.0]}, "o": {"bf16": [1.0], "fused int8": [1.0]}}
     figure = draw_times(shapes(results), "", "Times", "")
     first, second = bars(figure)
@@ -184,8 +174,6 @@ def test_without_bf16_the_slowest_method_is_the_measure(pack):
 
 
 def test_attention_stands_below_the_linears_of_a_benchmark_that_may_have_none(pack):
-    from int8_dit.nodes.pictures.plot import plot_times
-
     alone, both = plot_times(shapes({"qkv": {}}), "fast", ""), plot_times([], "fast", "", calls(1))
     assert both.shape[1] > alone.shape[1] and both.shape[2] == alone.shape[2]
     assert (both[:, : alone.shape[1]] == alone).all() and both[:, alone.shape[1] :].min() < 0.5
@@ -213,8 +201,6 @@ assert "matplotlib" in sys.modules and "matplotlib.pyplot" not in sys.modules
 
 
 def test_a_missing_matplotlib_is_said_before_the_work(dit, monkeypatch):
-    import importlib.util
-
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else found(name, *a))
     monkeypatch.setattr("int8_dit.nodes.quantize_to_int8.quantize_model", lambda *_: pytest.fail("the work began"))

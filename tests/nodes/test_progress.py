@@ -1,15 +1,19 @@
 """The progress of a node's job: one bar that never runs back, a few texts a second, the cancel button."""
 
+import sys
 from types import SimpleNamespace
 
+import comfy.utils
 import pytest
+from comfy.model_management import InterruptProcessingException
+from comfy_execution.utils import CurrentNodeContext, current_executing_context
+
+from int8_dit.nodes.host.work import Progress
 
 
 @pytest.fixture
 def bar(pack, monkeypatch):
     """The shares of its way that the bar was at, one by one."""
-    import comfy.utils
-
     shares = []
 
     def update(bar, value, total=None, preview=None):
@@ -22,10 +26,6 @@ def bar(pack, monkeypatch):
 @pytest.fixture
 def texts(pack, monkeypatch):
     """What a server got to send, from the node "7" that a browser called "me" queued."""
-    import sys
-
-    from comfy_execution.utils import CurrentNodeContext
-
     sent = []
     instance = SimpleNamespace(client_id="me", send_progress_text=lambda *message: sent.append(message))
     monkeypatch.setitem(sys.modules, "server", SimpleNamespace(PromptServer=SimpleNamespace(instance=instance)))
@@ -42,8 +42,6 @@ def clock(pack, monkeypatch):
 
 
 def progress(steps=1):
-    from int8_dit.nodes.host.work import Progress
-
     return Progress(steps)
 
 
@@ -126,10 +124,6 @@ def test_texts_are_few_and_go_to_the_node_and_the_browser_that_run_it(bar, texts
 
 
 def test_without_a_server_or_a_node_there_is_no_text(bar, texts, clock, monkeypatch):
-    import sys
-
-    from comfy_execution.utils import current_executing_context
-
     token = current_executing_context.set(None)
     progress().say("in no node")
     current_executing_context.reset(token)
@@ -140,8 +134,6 @@ def test_without_a_server_or_a_node_there_is_no_text(bar, texts, clock, monkeypa
 
 
 def test_a_cancel_ends_the_job_at_its_next_step(interrupt_at):
-    from comfy.model_management import InterruptProcessingException
-
     interrupt_at(0.5)
     job = progress(4)
     job.step()

@@ -6,9 +6,20 @@ import weakref
 from functools import partial
 from types import SimpleNamespace
 
+import comfy.sd
 import pytest
 import torch
+from comfy.model_management import InterruptProcessingException, module_size
+from comfy.quant_ops import QuantizedTensor
+from comfy_api.latest import _io
+from comfy_api.torch_helpers import set_torch_compile_wrapper
+from comfy_extras.nodes_model_advanced import ModelSamplingSD3
 
+from int8_dit.kernels import Protection
+from int8_dit.nodes.quantization.calibration import Calibration
+from int8_dit.nodes.quantization.quantize import QuantizationSettings
+from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant, _protection
+from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant as Node
 from support.file_formats import FORMATS, encoded
 
 
@@ -84,10 +95,6 @@ def test_how_many_are_protected(dit, model, calibration, rule, count):
 
 def test_an_unknown_rule_of_protection_is_named_with_its_choices(model):
     """ComfyUI drops such a value of a dynamic widget, and its own check with it."""
-    from comfy_api.latest import _io
-
-    from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant as Node
-
     widgets = {"method": "smooth", "alpha": 0.5, "search_alpha": False, "weight_scales": "absmax"}
     widgets |= {"smooth_only_foldable": False, "kernel": "fused int8", "protect": "all of them"}
     known = _io.get_finalized_class_inputs(Node.INPUT_TYPES(), widgets)[0]["required"]
@@ -155,8 +162,6 @@ def test_without_calibration_the_best_per_layer_is_rotation(dit, model, logged):
 
 
 def test_a_layer_that_was_never_called_is_not_smoothed_and_not_protected(dit, model, calibration):
-    from int8_dit.nodes.quantization.calibration import Calibration
-
     statistics = {name: seen for name, seen in calibration.statistics.items() if name != dit.LAYER}
     quantized, _, table, _ = dit.run_node(
         model, protect=dit.protect_layers(20), calibration=Calibration(calibration.shapes, statistics)
@@ -169,8 +174,6 @@ def test_a_layer_that_was_never_called_is_not_smoothed_and_not_protected(dit, mo
 
 def in_nvfp4(tensors, layers, scaled):
     """With and without ModelOpt's AWQ scales, by which its layers multiply their input. And what it stands for."""
-    from comfy.quant_ops import QuantizedTensor
-
     made, values = dict(tensors), dict(tensors)
     for seed, layer in enumerate(layers):
         weight = tensors[f"{layer}.weight"].float()
@@ -222,8 +225,6 @@ def test_the_input_model_is_untouched(dit, model):
 
 def test_the_input_model_can_be_forgotten(dit):
     """Or a bf16 model would stay in memory as long as its INT8 copy is in use, which ComfyUI counts as smaller."""
-    from comfy.model_management import module_size
-
     model = dit.stock()
     source, size = weakref.ref(model.model), model.model_size()
     quantized = dit.quantize(model, protect=2)
@@ -235,8 +236,6 @@ def test_the_input_model_can_be_forgotten(dit):
 
 @pytest.mark.parametrize("share", (0, 0.7), ids=("calibration", "quantization"))
 def test_the_input_model_is_untouched_by_a_cancel(dit, model, interrupt_at, share):
-    from comfy.model_management import InterruptProcessingException
-
     inputs = dit.calibration(model, steps=3)
     with dit.untouched(model), pytest.raises(InterruptProcessingException):
         interrupt_at(share)
@@ -266,8 +265,6 @@ def test_a_lora_is_baked_in(dit, model, tmp_path, loaded):
 
 
 def test_what_is_attached_for_sampling_survives(dit, model):
-    from comfy_extras.nodes_model_advanced import ModelSamplingSD3
-
     calls = []
 
     def wrapper(apply_model, arguments):
@@ -328,8 +325,6 @@ def of_other_modules(model, dit):
 
 
 def compiled(model, dit):
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-
     set_torch_compile_wrapper(model, backend="eager")
 
 
@@ -390,10 +385,6 @@ def test_a_protection_that_leaves_nothing_is_refused_before_the_work(dit, model,
 
 def test_the_defaults_are_the_recipe_with_the_best_method_per_layer(pack):
     """Alpha from 0.5 on, 17 of Ideogram 4's 211 linears protected (arXiv 2606.12280); settings by themselves smooth."""
-    from int8_dit.kernels import Protection
-    from int8_dit.nodes.quantization.quantize import QuantizationSettings
-    from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant, _protection
-
     schema = QuantizeToINT8SmoothQuant.define_schema()
     widgets = {widget.id: widget for widget in schema.inputs}
     defaults = {name: widgets[name].default for name in ("method", "alpha", "search_alpha", "weight_scales")}
@@ -410,7 +401,6 @@ def test_the_defaults_are_the_recipe_with_the_best_method_per_layer(pack):
 def test_a_bypass_lora_is_refused_and_not_lost(dit, model, tmp_path, interrupt_at):
     """It is in no weight: it would be gone from the quantized model and from a file, and nobody could see it. A
     sampling before that would be for nothing."""
-    import comfy.sd
 
     def with_bypass(model):
         return comfy.sd.load_bypass_lora_for_models(model, None, dit.lora(dit.LINEARS), 1.0, 0.0)[0]

@@ -8,11 +8,19 @@ from collections import namedtuple
 from pathlib import Path
 from unittest.mock import patch
 
+import comfy.utils
 import pytest
 import torch
+from comfy.model_management import InterruptProcessingException
+from comfy.quant_ops import QuantizedTensor
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from int8_dit.nodes.files.writing.tensor_files import write_safetensors
+from int8_dit.nodes.host.work import Progress
+from int8_dit.nodes.linears.file_notes import recipe_of
+from int8_dit.nodes.save_models import SaveINT8DiT
+from int8_dit.nodes.saving.save import save_int8_model
 from support.file_formats import encoded
 
 EXTENSION = "safetensors"  # of what is saved here, for the fixture `target`
@@ -38,8 +46,6 @@ def plain(dit):
 
 @pytest.fixture
 def save(run_saving_node):
-    from int8_dit.nodes.save_models import SaveINT8DiT
-
     return lambda model, prefix="models/INT8", **entries: run_saving_node(SaveINT8DiT, model, prefix, **entries)
 
 
@@ -66,9 +72,6 @@ def test_a_saved_model_comes_back_bit_equal(dit, request, save, kind):
 @pytest.mark.parametrize("layout", ("MXFP8", "NVFP4"))
 def test_other_layouts_beside_int8_come_back_bit_equal(dit, save, tmp_path, layout):
     """In ComfyUI too, whose own reader of large files knows fewer dtypes than the package safetensors."""
-    import comfy.utils
-    from comfy.quant_ops import QuantizedTensor
-
     tensors, layer = dit.native_int8(), dit.LINEARS[0]
     packed = QuantizedTensor.from_float(dit.tensors()[f"{layer}.weight"].bfloat16(), f"TensorCore{layout}Layout")
     tensors |= packed.state_dict(f"{layer}.weight") | {f"{layer}.comfy_quant": encoded({"format": layout.lower()})}
@@ -112,8 +115,6 @@ def test_files_with_the_earlier_names_of_formats_load(dit, smoothed, save, tmp_p
 
 def test_the_recipe_is_in_the_metadata(dit, smoothed, save):
     """And survives loading and saving again; what is none is ignored, whoever wrote it."""
-    from int8_dit.nodes.linears.file_notes import recipe_of
-
     path = save(smoothed)
     recipe = json.loads(metadata(path)["int8_dit_recipe"])
     assert json.loads(metadata(save(dit.load(path)))["int8_dit_recipe"]) == recipe
@@ -213,8 +214,6 @@ def test_a_model_without_int8_is_refused(dit, save, tmp_path):
 
 
 def save_to(model, destination):
-    from int8_dit.nodes.saving.save import save_int8_model
-
     return save_int8_model(model, destination, {})
 
 
@@ -294,8 +293,6 @@ def test_a_name_that_is_too_long_is_seen_before_writing(plain, save, monkeypatch
 
 
 def test_a_cancel_while_saving(dit, plain, target, interrupt_at):
-    from comfy.model_management import InterruptProcessingException
-
     paths, assert_untouched = target
     interrupt_at(0)
     with pytest.raises(InterruptProcessingException):
@@ -335,8 +332,6 @@ TENSORS = {
 @pytest.fixture
 def write(pack, tmp_path):
     """Write a file and return its path."""
-    from int8_dit.nodes.files.writing.tensor_files import write_safetensors
-    from int8_dit.nodes.host.work import Progress
 
     def run(tensors, metadata, on_tensor=lambda: None):
         with patch.object(Progress, "step", lambda *_: on_tensor()):

@@ -6,12 +6,21 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import comfy.sd
+import comfy.supported_models
 import gguf
 import pytest
 import torch
+from comfy.model_management import InterruptProcessingException
 
+from int8_dit.nodes.files.writing.tensor_files import PendingGGUF, plain_type, write_gguf
+from int8_dit.nodes.linears.layer_selection import linears
+from int8_dit.nodes.save_models import SaveGGUFDiT
+from int8_dit.nodes.saving.save import architecture_name, save_gguf_model
+from support import small_models
 from support.architectures import ARCHITECTURES
 from support.file_formats import FORMATS
+from support.small_models import wide_mmdit_tensors
 
 TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K")
 MOST_ERROR = {"Q8_0": 0.012, "Q6_K": 0.035, "Q5_K": 0.06, "Q4_K": 0.12}  # relative, of the model's weights
@@ -21,8 +30,6 @@ EXTENSION = "gguf"  # of what is saved here, for the fixture `target`
 
 @pytest.fixture
 def save(run_saving_node):
-    from int8_dit.nodes.save_models import SaveGGUFDiT
-
     return lambda model, type="Q8_0", **entries: run_saving_node(SaveGGUFDiT, model, "models/GGUF", type, **entries)
 
 
@@ -50,18 +57,12 @@ def files(folder):
 @pytest.fixture(scope="module")
 def wide(dit):
     """A MODEL of the glyph model's kind with a width that K-quants divide."""
-    import comfy.sd
-
-    from support.small_models import wide_mmdit_tensors
-
     return comfy.sd.load_diffusion_model_state_dict(wide_mmdit_tensors())
 
 
 @pytest.mark.parametrize("type", TYPES)
 def test_what_is_saved_is_read_back(dit, wide, save, type):
     """Every linear in the type, all else in F16, tensors of one dimension in F32."""
-    from int8_dit.nodes.linears.layer_selection import linears
-
     expected = wide.model.diffusion_model.state_dict()
     layers = {f"{name}.weight" for name in linears(wide)}
     found = read(save(wide, type))
@@ -252,10 +253,6 @@ def test_without_the_package_gguf_the_error_says_what_to_do(dit, save, monkeypat
 @pytest.mark.parametrize("name", ("Wan t2v", "Flux", "Stable Audio", "HiDream", "LTX-Video"))
 def test_other_families(pack, save, name):
     """Convolutions of five dimensions, raw parameters, parts of a checkpoint beside the diffusion model."""
-    import comfy.sd
-
-    from support import small_models
-
     with small_models.known_to_comfyui(ARCHITECTURES[name]):
         tensors = small_models.tensors_of(ARCHITECTURES[name])
         found = read(save(comfy.sd.load_diffusion_model_state_dict(dict(tensors))))
@@ -281,10 +278,6 @@ NAMED = {
 
 
 def test_architectures_are_named_as_comfyui_gguf_names_them(warned):
-    import comfy.supported_models
-
-    from int8_dit.nodes.saving.save import architecture_name
-
     for name, architecture in NAMED.items():
         kind = getattr(comfy.supported_models, ARCHITECTURES[name].kind)
         config = kind({**kind.unet_config, **ARCHITECTURES[name].sizes})
@@ -299,10 +292,6 @@ def test_architectures_are_named_as_comfyui_gguf_names_them(warned):
 @pytest.mark.parametrize("share", (0, 0.5))
 def test_a_cancel_while_saving(dit, target, interrupt_at, share):
     """Nothing is left. What else goes wrong while writing, tests/nodes/test_saving.py has."""
-    from comfy.model_management import InterruptProcessingException
-
-    from int8_dit.nodes.saving.save import save_gguf_model
-
     paths, assert_untouched = target
     interrupt_at(share)
     with pytest.raises(InterruptProcessingException):
@@ -331,7 +320,6 @@ TENSORS = {
 @pytest.fixture
 def write(pack, tmp_path):
     """Write plain tensors and return the file's path."""
-    from int8_dit.nodes.files.writing.tensor_files import PendingGGUF, plain_type, write_gguf
 
     def run(tensors, type=None):
         paths = (str(tmp_path / f"written_{number}.gguf") for number in (1, 2))

@@ -9,8 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import comfy.model_management
+import comfy.multigpu
 import pytest
 import torch
+
+from int8_dit.kernels.card import device
+from int8_dit.nodes import kernel_benchmark
+from int8_dit.nodes.benchmark import run
 
 DEFAULT, SECOND = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -18,9 +24,6 @@ DEFAULT, SECOND = torch.device("cpu"), torch.device("cuda", 1)
 @pytest.fixture
 def second_card(pack, monkeypatch):
     """Pretend that beside ComfyUI's default device, the CPU, there is a card of this capability, with this memory."""
-    import comfy.model_management
-
-    from int8_dit.kernels.card import device
 
     def pretend(name, capability, memory=1 << 40):
         sizes = {DEFAULT: 1 << 40, SECOND: memory}
@@ -101,8 +104,6 @@ def test_each_linear_asks_for_the_device_of_its_input(dit, monkeypatch):
 
 def test_a_model_that_was_split_before_it_was_quantized(dit, second_card, monkeypatch):
     """Its copy for the second card must be quantized too, and have the LoRA that is in the weights now."""
-    import comfy.multigpu
-
     second_card("NVIDIA GeForce RTX 3090", (8, 6))
     split = comfy.multigpu.create_multigpu_deepclones(dit.with_lora(dit.stock(), dit.lora(dit.LINEARS)), 2)
     assert len(split.get_additional_models_with_key("multigpu")) == 1
@@ -119,9 +120,6 @@ def test_copies_of_the_original_are_not_taken_for_those_of_the_quantized_model(d
 
 
 def test_the_benchmark_runs_on_the_device_of_its_model(dit, monkeypatch):
-    from int8_dit.nodes import kernel_benchmark
-    from int8_dit.nodes.benchmark import run
-
     class Measured(Exception):
         pass
 

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from glyphs.alphabet import ALPHABET
 from glyphs.matching import recognise
 from support import workflows
+from support.server import ExecutionInterrupted, PromptRejected
 from support.workflows import Prompt, link
 
 
@@ -141,8 +142,6 @@ def test_the_same_prompt_gives_the_same_file_byte_for_byte(server):
 
 def test_half_connected_calibration_says_what_is_missing(server):
     """Before anything runs."""
-    from support.server import PromptRejected
-
     prompt = Prompt()
     model = workflows.calibrated_model(prompt, workflows.stock_model(prompt))
     inputs = prompt[model[0]]["inputs"]
@@ -185,8 +184,6 @@ def is_progress_of(node_id):
 
 def assert_stops_and_goes_on(server, prompt, node_id):
     """Cancel a prompt while that node shows progress; the server must then run the next one."""
-    from support.server import ExecutionInterrupted
-
     prompt_id, _ = listen(server, prompt, is_progress_of(node_id))
     server.interrupt()
     with pytest.raises(ExecutionInterrupted, match=f"at node {node_id} "):

@@ -7,17 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
+
+from int8_dit.nodes.loading.load import load_int8_model
+from int8_dit.nodes.saving.save import save_int8_model
 
 SCRIPT = Path(__file__).with_name("split_tokens.py")
 
 
 @pytest.fixture
 def file(small, pack, tmp_path):
-    from safetensors.torch import save_file
-
-    from int8_dit.nodes.loading.load import load_int8_model
-    from int8_dit.nodes.saving.save import save_int8_model
-
     path, saved = tmp_path / "wan.safetensors", tmp_path / "int8.safetensors"
     save_file(small.wan().model.diffusion_model.state_dict(), path)
     save_int8_model(load_int8_model(str(path), "fused int8"), str(saved), {})

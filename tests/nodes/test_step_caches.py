@@ -4,9 +4,14 @@ TeaCache wrap a MODEL. They skip what they skip of ComfyUI's own MODEL, and noth
 
 from unittest.mock import patch
 
+import comfy.sample
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
+from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 
+from int8_dit.nodes.deferred import install
+from int8_dit.nodes.linears.layer_selection import quantizable_linears
 from support.architectures import ARCHITECTURES
 
 STEPS = 16
@@ -15,14 +20,10 @@ THRESHOLDS = {"Flux": 0.5, "Qwen-Image": 0.7, "Wan t2v": 0.5, "Ideogram 4": 0.2}
 
 
 def easycache(model, threshold=THRESHOLDS["Flux"]):
-    from comfy_extras.nodes_easycache import EasyCacheNode
-
     return EasyCacheNode.execute(model, threshold, 0.15, 0.95, False).result[0]
 
 
 def lazycache(model):
-    from comfy_extras.nodes_easycache import LazyCacheNode
-
     return LazyCacheNode.execute(model, THRESHOLDS["Flux"], 0.15, 0.95, False).result[0]
 
 
@@ -52,8 +53,6 @@ def function_wrapper(model):
 
 def diffusion_model_wrapper(model):
     """A wrapper of the diffusion model, which adds what it did last to its input."""
-    from comfy.patcher_extension import WrappersMP
-
     every, wrapped = EverySecond(), model.clone()
 
     def wrapper(executor, x, *args, **kwargs):
@@ -94,10 +93,6 @@ CACHES = {
 
 def sampled(architecture, model):
     """What is sampled, and the steps in which layers ran, each time that they did."""
-    import comfy.sample
-
-    from int8_dit.nodes.linears.layer_selection import quantizable_linears
-
     shape = architecture.inputs["x"]
     text = torch.randn(architecture.inputs["context"], generator=torch.Generator().manual_seed(0))
     cond = [[text, {"pooled_output": torch.zeros(1, 64)}]]
@@ -144,10 +139,6 @@ def test_so_do_other_caches(dit, small, cache, warned):
 
 def test_a_call_that_was_skipped_shows_nothing_and_is_made_once(dit, pack):
     """Nothing was compared in it: the first one with layers is."""
-    from comfy.patcher_extension import WrappersMP
-
-    from int8_dit.nodes.deferred import install
-
     model, skips, made = dit.load(), [True, True, False], []
 
     def cache(executor, x, *args, **kwargs):

@@ -7,9 +7,11 @@ import os
 from functools import cache
 from types import SimpleNamespace
 
+import comfy.sd
 import pytest
 import torch
 
+from int8_dit.nodes.files.reading.gguf_file import read_gguf
 from support.file_formats import FORMATS
 
 GROUPED = ("W4A8", "W6A8")
@@ -22,10 +24,6 @@ SMALLEST = "int8_dit.nodes.loading.load_plan.SMALLEST_STORED"
 @pytest.fixture(scope="module")
 def file(dit, tmp_path_factory):
     """A file of the glyph model in a form: its path, the MODEL of the floats that it stands for, what that computes."""
-    import comfy.sd
-
-    from int8_dit.nodes.files.reading.gguf_file import read_gguf
-
     folder = tmp_path_factory.mktemp("files")
 
     @cache
@@ -215,8 +213,6 @@ def test_another_kind_of_patch_becomes_part_of_the_product(dit, file, load, lora
 )
 def test_comfyuis_own_save_nodes_are_refused(load, tmp_path, form, message):
     """They would leave out patches, or write blocks that no loader takes for a weight."""
-    import comfy.sd
-
     path = tmp_path / "model.safetensors"
     with pytest.raises(ValueError, match=message):
         comfy.sd.save_checkpoint(str(path), load(form))

@@ -2,10 +2,16 @@
 
 from types import SimpleNamespace
 
+import comfy_kitchen
 import pytest
 import torch
+from comfy.quant_ops import QuantizedTensor
 from safetensors.torch import load_file
 
+from int8_dit.nodes.attention.attention_override import set_attention
+from int8_dit.nodes.linears.layer_selection import linears
+from int8_dit.nodes.loading import summary
+from int8_dit.nodes.loading.summary import Summary, runs_where
 from support import workflows
 from support.file_formats import encoded, fp8_scaled
 from support.tensors import relative_error
@@ -21,7 +27,6 @@ CHOSEN = "(bf16 was chosen)"
 @pytest.fixture
 def line(dit):
     """The summary of a MODEL, whose counts are those of its linears."""
-    from int8_dit.nodes.linears.layer_selection import linears
 
     def line(model):
         summary = dit.summarize(model)
@@ -101,10 +106,6 @@ def test_attention_of_another_node(dit, line):
 
 
 def test_int8_attention(dit, line, monkeypatch):
-    import comfy_kitchen
-
-    from int8_dit.nodes.attention.attention_override import set_attention
-
     monkeypatch.setattr(comfy_kitchen, "int8_attention", print, raising=False)
     monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device: True, raising=False)
     model = dit.load()
@@ -122,8 +123,6 @@ def test_int8_attention(dit, line, monkeypatch):
     ),
 )
 def test_the_short_line(pack, linears, int8, device, kernel, expected):
-    from int8_dit.nodes.loading.summary import Summary, runs_where
-
     model = SimpleNamespace(load_device=torch.device(device))
     badge = runs_where(model, Summary(linears, "as ComfyUI", int8), kernel, "bf16")
     severity, text = expected
@@ -132,8 +131,6 @@ def test_the_short_line(pack, linears, int8, device, kernel, expected):
 
 @pytest.mark.parametrize("obstacle, expected", ((None, "bf16: not an RTX 30"), ("no", "bf16: the kernel cannot run")))
 def test_the_short_line_says_why_a_gpu_does_not_run_int8(pack, monkeypatch, obstacle, expected):
-    from int8_dit.nodes.loading.summary import Summary, runs_where
-
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("int8_dit.kernels.card.device.fused_obstacle", lambda _: obstacle)
@@ -143,8 +140,6 @@ def test_the_short_line_says_why_a_gpu_does_not_run_int8(pack, monkeypatch, obst
 
 @pytest.mark.parametrize("native, expected", ((7, "ComfyUI's INT8, faster here: 7 of 8"), (0, "bf16: faster here")))
 def test_the_short_line_says_what_was_measured_to_be_faster(pack, monkeypatch, native, expected):
-    from int8_dit.nodes.loading import summary
-
     monkeypatch.setattr(summary.AUTO_CHOICES, "stored", lambda device: object())
     model = SimpleNamespace(load_device=torch.device("cuda"))
     badge = summary.runs_where(model, summary.Summary({"": 8}, "as ComfyUI", 0, native), "auto", "bf16")
@@ -168,10 +163,6 @@ def test_the_node_shows_it_and_puts_it_out(server):
 @pytest.mark.parametrize("backend, said", (("cuda", ""), ("eager", " (slow: comfy-kitchen has no kernel for it here)")))
 def test_w4a4_is_comfyuis_own(dit, line, tmp_path, monkeypatch, others, backend, said):
     """Alone and beside INT8: in the file, computed, with a LoRA, and saved."""
-    from comfy.quant_ops import QuantizedTensor
-
-    from int8_dit.nodes.loading import summary
-
     tensors, floats, layers = getattr(dit, others)(), dit.tensors(), dit.LINEARS[:3]
     for layer in layers:
         weight = floats[f"{layer}.weight"].float()

@@ -2,9 +2,13 @@
 
 import json
 
+import comfy.sd
+import folder_paths
 import pytest
 import torch
 
+from int8_dit.nodes.load_int8_dit import LoadINT8DiT
+from int8_dit.nodes.loading.load import load_int8_model
 from support.file_formats import FORMATS
 
 NAME, BASE = "the linears.safetensors", "the base.safetensors"
@@ -78,7 +82,6 @@ BASES = {
 @pytest.fixture
 def load(dit, tmp_path):
     """Write the file and its base, and load a branch."""
-    from int8_dit.nodes.loading.load import load_int8_model
 
     def write_and_load(file, base=None, metadata=None, branch="conditional", kernel="fused int8"):
         path = dit.write(tmp_path / NAME, file)
@@ -89,8 +92,6 @@ def load(dit, tmp_path):
 
 
 def stock(tensors):
-    import comfy.sd
-
     return comfy.sd.load_diffusion_model_state_dict(dict(tensors))
 
 
@@ -175,10 +176,6 @@ def test_saved_it_is_a_file_like_any_other(dit, small, models, load, file, tmp_p
 
 
 def test_the_widgets_of_the_node(dit, models, file, tmp_path, monkeypatch):
-    import folder_paths
-
-    from int8_dit.nodes.load_int8_dit import LoadINT8DiT
-
     monkeypatch.setitem(folder_paths.folder_names_and_paths, "diffusion_models", ([str(tmp_path)], {".safetensors"}))
     dit.write(tmp_path / NAME, file)
     dit.write(tmp_path / BASE, models["unconditional"])

@@ -4,9 +4,16 @@ workflow, and each node must leave the INT8 MODEL as it found it. More of merges
 from functools import cache
 from types import SimpleNamespace
 
+import comfy.hooks
+import comfy.model_management
+import comfy.sd
 import pytest
 import torch
+from comfy_extras import nodes_custom_sampler
+from comfy_extras.nodes_custom_sampler import RandomNoise, SamplerCustomAdvanced
+from comfy_extras.nodes_sd3 import SkipLayerGuidanceSD3
 
+from glyphs import conditioning
 from support import adapters
 from support.tensors import relative_error
 
@@ -28,8 +35,6 @@ def files(dit, tmp_path_factory):
 @pytest.fixture(scope="module")
 def graphs(dit, files):
     """What workflows are made of: two float MODELs, or the first smoothed and the second quantized while loading."""
-    import comfy.model_management
-
     (loras, second), calibration = files, dit.recorded()
     comfy.model_management.unload_all_models()  # those of other tests, which need not be of inference mode
     with torch.inference_mode():  # as ComfyUI runs nodes
@@ -41,16 +46,12 @@ def graphs(dit, files):
 
 
 def text(words, hooks=None):
-    from glyphs import conditioning
-
     context, pooled = conditioning.encode(words)
     return [[context, {"pooled_output": pooled, **({"hooks": hooks} if hooks else {})}]]
 
 
 def guider(name, *arguments, **named):
     """A guider of comfy_extras' node."""
-    from comfy_extras import nodes_custom_sampler
-
     return getattr(nodes_custom_sampler, name).execute(*arguments, **named).result[0]
 
 
@@ -67,15 +68,11 @@ def patched(graph, model, kind="lora"):
 
 
 def bypassed(graph):
-    import comfy.sd
-
     return comfy.sd.load_bypass_lora_for_models(graph.first, None, graph.loras["lora"], 0.7, 0.0)[0]
 
 
 def hook(graph, *keyframes):
     """The LoRA as a hook, with these strengths from these shares of the steps on."""
-    import comfy.hooks
-
     hooks = comfy.hooks.create_hook_lora(graph.loras["lora"], 0.7, 0.0)
     frames = comfy.hooks.HookKeyframeGroup()
     for strength, start in keyframes:
@@ -90,8 +87,6 @@ def two_models(graph):
 
 
 def skipped_layer(graph):
-    from comfy_extras.nodes_sd3 import SkipLayerGuidanceSD3
-
     return cfg(SkipLayerGuidanceSD3.execute(graph.first, "1", 1.0, 0.0, 1.0).result[0])
 
 
@@ -138,8 +133,6 @@ WORKFLOWS = {
 @pytest.fixture(scope="module")
 def sample(dit, graphs):
     """The latents of a guider, made of the MODELs of a kind."""
-    from comfy_extras.nodes_custom_sampler import RandomNoise, SamplerCustomAdvanced
-
     inputs = dit.calibration(graphs["float"].first, TEXT, STEPS)
     run = [inputs[name] for name in ("sampler", "sigmas", "latent_image")]
 
@@ -181,8 +174,6 @@ def test_int8_costs_no_more_than_without_the_node_and_the_model_stays(sample, er
 @torch.inference_mode()
 def test_two_models_take_turns(sample, error):
     """One after the other, and each alone on the device: the same latents."""
-    import comfy.model_management
-
     turns = (plain, plain_second, with_lora, plain, second_with_lora, plain_second)
     together = [sample("INT8", make) for make in turns]
     for make, expected in zip(turns, together, strict=True):
@@ -194,8 +185,6 @@ def test_two_models_take_turns(sample, error):
 def test_files_of_comfyuis_own_save_node(dit, graphs, error, tmp_path):
     """This pack reads both, the stock loader the one that is not smoothed. The fused kernel under that one draws what
     Load INT8 DiT does, with a LoRA too."""
-    import comfy.sd
-
     paths = {name: str(tmp_path / f"{name}.safetensors") for name in ("first", "second")}
     for name, path in paths.items():
         model = getattr(graphs["INT8"], name)

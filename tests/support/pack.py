@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import operator
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parents[2]
 
 
+@cache
 def import_comfyui(path: Path, cpu: bool) -> None:
     """Make ComfyUI's modules importable in this process, computing on the CPU or on the GPU."""
     sys.path.insert(0, str(path))
@@ -52,6 +54,7 @@ def import_package(name: str, folder: Path) -> ModuleType:
     return module
 
 
+@cache
 def import_pack() -> ModuleType:
     """This pack with its nodes: `int8_dit`. ComfyUI must be importable."""
     module = import_package("int8_dit", PROJECT)
