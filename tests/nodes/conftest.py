@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from support.attention_calls import FloatAttention
-from support.pack import from_pack, import_comfyui, import_pack
+from support.pack import import_comfyui, import_pack
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -31,6 +31,8 @@ class _WithoutComfyUI(pytest.Module):
 if path := os.environ.get("COMFYUI_PATH"):
     import_comfyui(Path(path).resolve(), cpu=True)
     import_pack()
+
+    from support import glyph_dit, small_models
 else:
 
     def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
@@ -38,12 +40,18 @@ else:
         return _WithoutComfyUI.from_parent(parent, path=module_path)
 
 
-dit = from_pack("support.glyph_dit")
-small = from_pack("support.small_models")
+@pytest.fixture(scope="session")
+def dit() -> ModuleType:
+    return glyph_dit
+
+
+@pytest.fixture(scope="session")
+def small() -> ModuleType:
+    return small_models
 
 
 @pytest.fixture
-def of_today(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def of_today(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """comfy.ldm.modules.attention as ComfyUI has it from 0.36 on, also where it is older."""
     from support import comfyui_today
 
@@ -68,7 +76,7 @@ def preferred(of_today: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dic
 
 
 @pytest.fixture
-def exact(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> FloatAttention:
+def exact(monkeypatch: pytest.MonkeyPatch) -> FloatAttention:
     """The fastest exact attention of a card, where `auto` has something to choose from."""
     from int8_dit.nodes.attention import attention_kinds
 
@@ -80,7 +88,7 @@ def exact(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> FloatAttention:
 
 
 @pytest.fixture
-def report_of(pack: ModuleType) -> Callable:
+def report_of() -> Callable:
     """A quantization report on layers given as name: (fragility, error). Protected ones are names, in bf16, or (name,
     what they are held in)."""
     from int8_dit.kernels import TransformPlan
@@ -122,7 +130,7 @@ def smoothed(dit: ModuleType) -> ModelPatcher:
 
 
 @pytest.fixture
-def interrupt_at(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+def interrupt_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     """Press ComfyUI's cancel button when the bar of a job has run this share of its way; 0 is its first step."""
     import comfy.model_management
     import comfy.utils
@@ -139,7 +147,7 @@ def interrupt_at(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.fixture
-def compilable(pack: ModuleType) -> Iterator[None]:
+def compilable() -> Iterator[None]:
     """Attention as ComfyUI picks it on a GPU: that for a CPU asks for the free memory, which no compiler traces."""
     from support import ideogram_block  # noqa: F401  (imported by now, its attention is replaced)
     from support.inductor_kernels import plain_attention
@@ -150,7 +158,7 @@ def compilable(pack: ModuleType) -> Iterator[None]:
 
 
 @pytest.fixture
-def warned(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """What is warned of, in the words of `notices.warn`; a list that grows."""
     said: list[tuple] = []
     monkeypatch.setattr("int8_dit.nodes.host.notices.warn", lambda *words: said.append(words))
@@ -158,7 +166,7 @@ def warned(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 
 @pytest.fixture
-def multiplied(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that grows with each call of an INT8 linear on the kernel."""
     from int8_dit.kernels import RepeatedLinear
 
@@ -181,14 +189,14 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
 
 
 @pytest.fixture
-def all_may_stay_stored(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def all_may_stay_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the glyph model, whose layers are small."""
     for place in ("linears.stored_weights", "loading.load_plan"):
         monkeypatch.setattr(f"int8_dit.nodes.{place}.SMALLEST_STORED", 0)
 
 
 @pytest.fixture
-def run_saving_node(pack: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def run_saving_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Run a node that saves as ComfyUI runs it, with an output folder of its own: the path of the new file. By name are
     the prompt, the workflow and what else is beside the workflow."""
     import folder_paths

@@ -80,7 +80,7 @@ def test_a_model_of_this_pack_passes_through(dit, native):
     assert torch.equal(dit.output(dit.apply(model)), dit.output(model)) and not dit.apply(model).object_patches
 
 
-def test_what_runs_where(pack, dit, native):
+def test_what_runs_where(dit, native):
     model = dit.stock(native)
     text = ApplyFusedINT8Kernel.execute(model, "fused int8").result[1]
     assert text.startswith(f"{len(dit.LINEARS)} of 34 linears INT8 in plain PyTorch (no GPU), ")
@@ -122,7 +122,7 @@ def in_floats_and_int8(small):
 
 
 @pytest.fixture
-def interface(pack, request):
+def interface(request):
     """This ComfyUI's way to ask linears for more than a product, or one that it has had since."""
     with contextlib.nullcontext() if request.param == "its own" else today(request.param):
         yield

@@ -19,7 +19,7 @@ ROUNDING = 5e-3  # ComfyUI rounds INT8 weights to bf16, and activations have 16 
 
 
 @pytest.fixture(scope="module")
-def encoders(pack):
+def encoders():
     return {name: RandomEncoder(entry, torch.device("cpu"), entry.tiny, 32.0) for name, entry in ENCODERS.items()}
 
 

@@ -178,7 +178,7 @@ def test_damaged_ones_are_named(write):
 
 
 @pytest.fixture
-def older(pack):
+def older():
     if hasattr(comfy.ldm.modules.attention, "ComfyAttention"):
         pytest.skip("this ComfyUI has it")
 

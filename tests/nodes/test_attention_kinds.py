@@ -28,7 +28,7 @@ FAMILIES = ("Ideogram 4", "Flux", "Qwen-Image", "SD3", "Z-Image", "Lumina 2", "W
 
 
 @pytest.fixture
-def core(pack):
+def core():
     """comfy.ldm.modules.attention where PyTorch's attention was chosen, as on a GPU."""
     with plain_attention():
         yield comfy.ldm.modules.attention
@@ -101,7 +101,7 @@ def test_a_launch_flags_attention_stays(core, dit, monkeypatch, flag):
     assert not attention_kinds._chooses_exact(gpu)
 
 
-def test_a_comfyui_without_the_function_keeps_its_attention(pack, monkeypatch):
+def test_a_comfyui_without_the_function_keeps_its_attention(monkeypatch):
     monkeypatch.delattr("comfy.ldm.modules.attention.attention_pytorch")
     assert not attention_kinds._chooses_exact(torch.device("cuda"))
 
@@ -123,7 +123,7 @@ def test_what_int8_does_not_take_the_fastest_exact_way_does(core, exact):
     assert exact.calls == 1
 
 
-def test_it_is_the_default_of_new_nodes_and_not_of_old_workflows(pack):
+def test_it_is_the_default_of_new_nodes_and_not_of_old_workflows():
     for node in (LoadINT8DiT, ApplyFusedINT8Kernel, QuantizeToINT8SmoothQuant):
         (widget,) = (widget for widget in node.define_schema().inputs if widget.id == "attention")
         assert widget.default == AUTO and widget.options == [AUTO, AS_COMFYUI, INT8, "INT8 (comfy-kitchen)"]

@@ -67,7 +67,7 @@ def quantized(dit, file, calibration):
 
 
 @pytest.fixture
-def rounded(pack, monkeypatch):
+def rounded(monkeypatch):
     """The attention calls that INT8 computed, which grows with them."""
     calls, run = [], attention_kinds.int8_attention
     monkeypatch.setattr(attention_kinds, "int8_attention", lambda *args: calls.append(args) or run(*args))

@@ -69,7 +69,7 @@ def test_without_calibration_it_is_nearest(dit, model):
     assert dit.recipe(asked)["rounding"] == "nearest"
 
 
-def test_widgets_are_behind_the_older_ones_and_may_be_missing(pack):
+def test_widgets_are_behind_the_older_ones_and_may_be_missing():
     """Workflows that were saved without them keep the values of the others."""
     last = QuantizeToINT8SmoothQuant.define_schema().inputs[-4:]
     assert [widget.id for widget in last] == ["protected_in", "rounding", "attention", "weights"]

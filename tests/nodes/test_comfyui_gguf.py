@@ -39,7 +39,7 @@ def serve(base, ours=True):
 
 
 @pytest.fixture(scope="module")
-def both(pack, tmp_path_factory):
+def both(tmp_path_factory):
     """A server with both packs, and a second model file."""
     with serve(tmp_path_factory.mktemp("both")) as running:
         save_file(wide_mmdit_tensors(), running.base / "models" / "diffusion_models" / "wide.safetensors")

@@ -13,17 +13,10 @@ from int8_dit.nodes.pictures import comparison as fidelity
 from int8_dit.nodes.pictures.comparison import Fidelity, comparison_table
 
 
-@pytest.fixture
-def table_of(pack):
+def table_of(**values):
     """The table of PSNR values, or of (PSNR, SSIM), by candidate."""
-
-    def make(**values):
-        pairs = {
-            name: [value if isinstance(value, tuple) else (value, 0.9) for value in own] for name, own in values.items()
-        }
-        return comparison_table({name: [Fidelity(*pair) for pair in own] for name, own in pairs.items()})
-
-    return make
+    pairs = {name: [v if isinstance(v, tuple) else (v, 0.9) for v in own] for name, own in values.items()}
+    return comparison_table({name: [Fidelity(*pair) for pair in own] for name, own in pairs.items()})
 
 
 def noisy(shape, noise, seed=0):
@@ -107,7 +100,7 @@ def test_a_broken_image_is_named(name, bad):
         fidelity.compare_images(images["reference"], images["image"], "image")
 
 
-def test_the_interval_of_a_mean(table_of):
+def test_the_interval_of_a_mean():
     """That of normal noise, and the same each time."""
     values = numpy.random.default_rng(3).normal(30, 2, 400)
     rows = {row[0]: row[1] for row in table_of(image=list(values))["rows"]}
@@ -119,7 +112,7 @@ def test_the_interval_of_a_mean(table_of):
     assert {row[0]: row[1] for row in table_of(image=list(values))["rows"]} == rows
 
 
-def test_identical_pairs_are_in_no_mean(table_of):
+def test_identical_pairs_are_in_no_mean():
     table = table_of(image=[(math.inf, 1.0), (30.0, 0.9), (32.0, 0.9)])
     assert [row[1] for row in table["rows"]] == ["identical", "30.00", "32.00", "31.00", "30.00 to 32.00"]
     assert "1 of 3 in image are identical to the reference" in str(table)
@@ -139,7 +132,7 @@ SIGNS = (1, -1, 1, -1, -1, 1, 1, -1)
         (list(EIGHT), "PSNR: image and other differ within noise."),
     ),
 )
-def test_two_candidates_are_compared_pair_by_pair(table_of, other, verdict):
+def test_two_candidates_are_compared_pair_by_pair(other, verdict):
     """Images differ by 8 dB among themselves, which would drown 1 dB if it were not paired."""
     table = table_of(image=EIGHT, other=other)
     assert table["title"] == verdict
@@ -148,7 +141,7 @@ def test_two_candidates_are_compared_pair_by_pair(table_of, other, verdict):
 
 
 @pytest.mark.parametrize("pairs, says", ((1, "two pairs or more are needed"), (5, "5 pairs are too few to tell")))
-def test_too_few_pairs_are_no_verdict(table_of, pairs, says):
+def test_too_few_pairs_are_no_verdict(pairs, says):
     assert says in table_of(image=EIGHT[:pairs], other=[value - 1 for value in EIGHT[:pairs]])["title"]
 
 
@@ -162,13 +155,13 @@ def test_too_few_pairs_are_no_verdict(table_of, pairs, says):
         ([math.inf], "identical to the reference"),
     ),
 )
-def test_the_verdict_on_one_candidate(table_of, psnrs, says):
+def test_the_verdict_on_one_candidate(psnrs, says):
     table = table_of(image=psnrs)
     assert table["title"] == says and table["columns"] == ["pair", "PSNR dB", "SSIM"]
     assert ("interval" in str(table)) == (len(psnrs) > 1)
 
 
-def test_a_pair_with_one_identical_image_has_no_difference_in_psnr(table_of):
+def test_a_pair_with_one_identical_image_has_no_difference_in_psnr():
     table = table_of(image=[math.inf, math.inf, 30.0], other=[30.0, math.inf, 29.0])
     assert [row[3] for row in table["rows"]] == ["-", "+0.00", "+1.00", "+0.50", "+0.00 to +1.00"]
 

@@ -79,7 +79,7 @@ def test_the_compiler_gets_the_operators(ideogram):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ("Ideogram 4", "SD3"))
-def test_all_quantizers_with_a_producer_are_folded_into_it(pack, name):
+def test_all_quantizers_with_a_producer_are_folded_into_it(name):
     """Those of a whole model, by what Inductor's scheduler would do on a GPU."""
     quantizers, error = quantizers_of(ARCHITECTURES[name])
     assert quantizers.folded == quantizers.total["producer"] > 2 * quantizers.total["attention"]

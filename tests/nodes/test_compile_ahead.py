@@ -25,7 +25,7 @@ class Asked(list):
 
 
 @pytest.fixture
-def asked(pack, monkeypatch):
+def asked(monkeypatch):
     """What was asked for, of linears that would run on a GPU."""
     asked, own, planned = Asked(), compile_ahead.compile_linears, compile_ahead.compile_planned
     monkeypatch.setattr(compile_ahead, "runs_fused", lambda *_: True)

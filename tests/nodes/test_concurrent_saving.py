@@ -30,8 +30,17 @@ def nothing():
     pass
 
 
+def raising(kind, number):
+    """What cannot be done on a file system."""
+
+    def refuse(*_):
+        raise kind(number, os.strerror(number))
+
+    return refuse
+
+
 @pytest.fixture
-def output(pack, tmp_path, monkeypatch):
+def output(tmp_path, monkeypatch):
     """ComfyUI's output folder."""
     monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path))
     return tmp_path
@@ -40,12 +49,8 @@ def output(pack, tmp_path, monkeypatch):
 @pytest.fixture(params=("hard links", "no hard links"))
 def links(request, monkeypatch):
     """File systems of either kind; exFAT is one without hard links."""
-
-    def refuse(source, target):
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
     if request.param == "no hard links":
-        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(os, "link", raising(PermissionError, errno.EPERM))
 
 
 @pytest.fixture
@@ -224,24 +229,17 @@ def test_a_save_that_is_under_way_is_left_alone(output, save):
 
 def test_locks_that_cannot_be_had(output, save, monkeypatch):
     """Saving goes on, and nothing is cleaned up."""
-
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
     (output / "models").mkdir()
     left = output / "models" / f"int8_dit-{'0' * 32}.partial"
     left.write_bytes(b"")
     long_after(output)
-    monkeypatch.setattr("int8_dit.nodes.files.writing.new_file._lock", refuse)
+    monkeypatch.setattr("int8_dit.nodes.files.writing.new_file._lock", raising(OSError, errno.ENOLCK))
     save()
     assert names(output) == ["INT8_00001_.safetensors", left.name]
 
 
 def test_a_folder_that_cannot_be_listed(output, monkeypatch):
-    def refuse(*_):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(new_file.os, "listdir", refuse)
+    monkeypatch.setattr(new_file.os, "listdir", raising(PermissionError, errno.EACCES))
     new_file.write_new_file(str(output / "new.bin"), b"whole", {})
     assert (output / "new.bin").read_bytes() == b"whole"
 
@@ -281,7 +279,7 @@ def test_windows_tells_a_name_that_is_taken_at_once(output, save, monkeypatch):
 
     replace = os.replace
     monkeypatch.setattr("int8_dit.nodes.files.writing.new_file._ON_WINDOWS", True)
-    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no hard links")))
+    monkeypatch.setattr(os, "link", raising(PermissionError, errno.EPERM))
     monkeypatch.setattr(os, "rename", taken)
     assert save().name == "INT8_00002_.safetensors"
 

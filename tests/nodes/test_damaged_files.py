@@ -754,8 +754,10 @@ def test_a_plain_fp8_weight_beside_scaled_ones(it, tmp_path, kind):
 @pytest.mark.parametrize(
     "part, change",
     (
+        ("weight_scale", lambda scale: scale.flatten()),
         ("weight_scale", lambda scale: scale.reshape(1, -1)),
         ("weight_scale", lambda scale: scale.reshape(-1, 1, 1)),
+        ("comfy_quant", lambda _: encoded({**PLAIN, "params": {"convrot": True, "convrot_groupsize": 64}})),
         ("comfy_quant", mark(convrot=1)),
         ("comfy_quant", mark(convrot_groupsize="64")),
         ("comfy_quant", mark(full_precision_matrix_mult=None)),
@@ -777,7 +779,7 @@ def test_what_others_write_of_the_same_layer_is_read(dit, tmp_path, part, change
     assert found.params.rotation_group == 64 and found.params.activation_bits == 8
 
 
-def test_a_convolution_that_comfyui_scales_is_taken(pack):
+def test_a_convolution_that_comfyui_scales_is_taken():
     codes = torch.randint(-127, 128, (4, 3, 2, 2), dtype=torch.int8)
     tensors = {"conv.weight": codes, "conv.comfy_quant": encoded({"format": "int8_tensorwise"})}
     root = torch.nn.ModuleDict({"conv": torch.nn.Conv2d(3, 4, 2)})

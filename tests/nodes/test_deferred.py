@@ -5,7 +5,6 @@ import dataclasses
 import math
 import operator
 from collections import Counter
-from types import SimpleNamespace
 
 import comfy.model_management
 import pytest
@@ -14,9 +13,9 @@ import torch.nn.functional as F
 from comfy.ldm.modules.attention import optimized_attention_masked
 from comfy.quant_ops import ck
 
+from int8_dit.nodes import deferred as deferral
 from int8_dit.nodes.attention.attention_kinds import AttentionKind, Way
 from int8_dit.nodes.attention.attention_override import AttentionOverride
-from int8_dit.nodes.deferred import install, mode, notes, operands, consumers
 from support import deferred_forwards as forwards
 from support import ideogram_block
 from support.architectures import ARCHITECTURES
@@ -44,18 +43,12 @@ TAKEN = {  # linears, residuals and rotary positions at least
 
 
 @pytest.fixture(scope="session")
-def block(pack):
+def block():
     return forwards.Block()
 
 
-@pytest.fixture(scope="session")
-def deferral(pack):
-    """The pack's own modules of it."""
-    return SimpleNamespace(install=install, mode=mode, notes=notes, operands=operands, consumers=consumers)
-
-
 @pytest.fixture
-def made(deferral, monkeypatch):
+def made(monkeypatch):
     """A list that grows with each note."""
     made, init = [], deferral.notes.Note.__init__
     monkeypatch.setattr(deferral.notes.Note, "__init__", lambda *args, **named: made.append(1) or init(*args, **named))
@@ -63,7 +56,7 @@ def made(deferral, monkeypatch):
 
 
 @pytest.fixture
-def took(deferral, monkeypatch):
+def took(monkeypatch):
     """How often each consumer took something."""
     counts = Counter()
 
@@ -108,7 +101,7 @@ def is_plain(value):
 
 
 @pytest.fixture
-def run(block, deferral):
+def run(block):
     """Call a forward on an input of its own. Returns its two lists, what it was given, and the mode."""
 
     def call(forward, mode=None):
@@ -133,7 +126,7 @@ def run(block, deferral):
 
 
 @pytest.fixture
-def check(run, made, deferral):
+def check(run, made):
     """Compare a forward's results, or its error, with and without deferral."""
 
     def compare(forward, may_fail=False, agrees=False):
@@ -256,7 +249,7 @@ def test_what_a_linear_reads_is_compared(check, read):
 
 @pytest.mark.parametrize("checking", (False, True))
 @pytest.mark.parametrize("note", forwards.NOTES)
-def test_what_outlives_the_forward(run, deferral, note, checking):
+def test_what_outlives_the_forward(run, note, checking):
     kept, (expected, *_) = [], run(lambda b, x: (forwards.NOTES[note](b, x), []))
 
     def forward(block, x):
@@ -273,7 +266,7 @@ def test_what_outlives_the_forward(run, deferral, note, checking):
 
 @pytest.mark.parametrize("checking", (False, True))
 @pytest.mark.parametrize("note", forwards.NOTES)
-def test_an_error_in_the_middle(block, deferral, note, checking):
+def test_an_error_in_the_middle(block, note, checking):
     kept, modes = [], torch._C._len_torch_function_stack()
     x, other = forwards.randn(2, 12, 64, seed=3), torch.overrides.BaseTorchFunctionMode()
     expected = forwards.NOTES[note](block.renewed(), x)[0] + 0
@@ -284,7 +277,7 @@ def test_an_error_in_the_middle(block, deferral, note, checking):
     assert alike(kept[0] * 1, expected, EXACT)
 
 
-def test_modes_of_others_that_begin_and_end_within(block, deferral):
+def test_modes_of_others_that_begin_and_end_within(block):
     x, modes = forwards.randn(2, 12, 64, seed=3), torch._C._len_torch_function_stack()
     expected = block.renewed().norm(x)
     with torch.no_grad(), deferral.mode.Deferring() as mode:
@@ -299,24 +292,32 @@ def test_modes_of_others_that_begin_and_end_within(block, deferral):
     assert all(alike(t, expected, EXACT) for t in mode.finish([second, third]))
 
 
-def test_no_forward_is_deferred_that_may_be_differentiated(block, deferral, made):
+def deferring(block, forward):
+    """A model of a block and a forward, and what it computes as its own."""
+
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.block = block.renewed()
 
         def forward(self, x):
-            return self.block.out(self.block.norm(x) * 2) + self.block.norm(x)
+            return forward(self.block, x)
 
-    model, x = deferral.install.deferring_class(Model)(), forwards.randn(2, 12, 64)
+    model = deferral.install.deferring_class(Model)()
+    return model, lambda x: Model.forward(model, x)
+
+
+def test_no_forward_is_deferred_that_may_be_differentiated(block, made):
+    model, own = deferring(block, lambda block, x: block.out(block.norm(x) * 2) + block.norm(x))
+    x = forwards.randn(2, 12, 64)
     leaves = [x.clone().requires_grad_() for _ in range(2)]
     with torch.enable_grad():
-        for leaf, forward in zip(leaves, (model, lambda x: Model.forward(model, x)), strict=True):
+        for leaf, forward in zip(leaves, (model, own), strict=True):
             forward(leaf).square().sum().backward()
     assert not made and torch.equal(leaves[0].grad, leaves[1].grad)
     with torch.no_grad():
-        first, second, own = model(x), model(x), Model.forward(model, x)
-    assert made and alike(first, own, ROUNDED) and alike(second, own, ROUNDED)
+        first, second, expected = model(x), model(x), own(x)
+    assert made and alike(first, expected, ROUNDED) and alike(second, expected, ROUNDED)
 
 
 DEFECTS = {
@@ -328,7 +329,7 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("defect", (None, *DEFECTS))
-def test_checking_finds_a_defect(block, deferral, monkeypatch, defect):
+def test_checking_finds_a_defect(block, monkeypatch, defect):
     scale, shift, x = forwards.modulation(1), forwards.modulation(2), forwards.randn(2, 12, 64)
 
     def forward():
@@ -350,7 +351,7 @@ def test_checking_finds_a_defect(block, deferral, monkeypatch, defect):
 
 
 @pytest.mark.parametrize("last", ("as the others", "another eps", "a shift", "fewer tokens"))
-def test_each_kind_of_work_is_compared_in_a_few_blocks(block, deferral, monkeypatch, last):
+def test_each_kind_of_work_is_compared_in_a_few_blocks(block, monkeypatch, last):
     """Not in all of them, and what only the last block does is compared there."""
     scale, x, compared = forwards.modulation(1), forwards.randn(2, 12, 64), []
     others = torch.nn.LayerNorm(64, eps=1e-3, elementwise_affine=False)
@@ -390,7 +391,7 @@ SURE = {
 
 
 @pytest.mark.parametrize("write", SURE)
-def test_checking_takes_no_write_for_a_defect(block, deferral, write):
+def test_checking_takes_no_write_for_a_defect(block, write):
     def forward():
         note = block.norm(y := block.enter(forwards.randn(2, 12, 64)))
         SURE[write](block, note, y)
@@ -404,34 +405,29 @@ def test_checking_takes_no_write_for_a_defect(block, deferral, write):
 
 
 @pytest.mark.parametrize(("consumer", "fails"), (("rotated", False), ("rotated", True), ("gated_residual", True)))
-def test_a_model_with_a_defect_runs_as_its_own(block, deferral, monkeypatch, warned, consumer, fails):
+def test_a_model_with_a_defect_runs_as_its_own(block, monkeypatch, warned, consumer, fails):
     fused = getattr(deferral.consumers, consumer)
 
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = block.renewed()
-
-        def forward(self, x):
-            y = self.block.enter(x)
-            y = y + forwards.modulation(1) * self.block.norm(y)
-            q = self.block.of_heads(forwards.heads(y))
-            return forwards.turned(q, q)[0]
+    def turned(block, x):
+        y = block.enter(x)
+        y = y + forwards.modulation(1) * block.norm(y)
+        q = block.of_heads(forwards.heads(y))
+        return forwards.turned(q, q)[0]
 
     def defective(*args):
         if fails:
             raise RuntimeError("no such kernel")
         return [1.05 * t for t in fused(*args)]
 
-    model, x = deferral.install.deferring_class(Model)(), forwards.randn(2, 12, 64)
+    (model, own), x = deferring(block, turned), forwards.randn(2, 12, 64)
     monkeypatch.setattr(deferral.consumers, consumer, defective)
     with torch.no_grad():
-        outputs, own = [model(x) for _ in range(3)], Model.forward(model, x)
-    assert all(torch.equal(output, own) for output in outputs)
+        outputs, expected = [model(x) for _ in range(3)], own(x)
+    assert all(torch.equal(output, expected) for output in outputs)
     assert len(warned) == 1 and "Model" in warned[0][-1]
 
 
-def test_an_offloaded_text_encoder_is_fused_where_it_computes(deferral, monkeypatch):
+def test_an_offloaded_text_encoder_is_fused_where_it_computes(monkeypatch):
     """Its weights may be elsewhere, and come for each product."""
     devices = []
 
@@ -452,13 +448,13 @@ def test_an_offloaded_text_encoder_is_fused_where_it_computes(deferral, monkeypa
 
 
 @pytest.fixture
-def of_today(pack, request):
+def of_today(request):
     """Whether ComfyUI has its interface of today, or is the one that is there."""
     with today() if request.param else contextlib.nullcontext():
         yield request.param
 
 
-def both_ways(small, deferral, architecture, model, dtype=torch.float32):
+def both_ways(small, architecture, model, dtype=torch.float32):
     """What a MODEL computes as its own and deferred, in float64, and whether a comparison of both agreed."""
     comfy.model_management.load_models_gpu([model])
     results = [small.output_of(architecture, model, dtype)]
@@ -475,10 +471,10 @@ def both_ways(small, deferral, architecture, model, dtype=torch.float32):
 @pytest.mark.parametrize(
     "name, kind", [(name, "plain") for name in ARCHITECTURES] + covering(ARCHITECTURES, KINDS, slow_rounds=3)
 )
-def test_each_architecture(small, deferral, took, of_today, name, kind):
+def test_each_architecture(small, took, of_today, name, kind):
     architecture = ARCHITECTURES[name]
     model = small.int8_of(architecture, kind)
-    own, deferred, agreed = both_ways(small, deferral, architecture, model)
+    own, deferred, agreed = both_ways(small, architecture, model)
     assert relative_error(deferred, own) <= ROUNDED and agreed is True
     # Today's linears are given some of the work before them.
     least = (kind != "protected", 0, 0) if of_today or kind != "plain" else TAKEN.get(name, (1, 0, 0))
@@ -489,10 +485,10 @@ def test_each_architecture(small, deferral, took, of_today, name, kind):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "Cosmos"])  # which ComfyUI runs in float32
-def test_as_exact_in_half_precision(small, deferral, took, name, dtype):
+def test_as_exact_in_half_precision(small, took, name, dtype):
     architecture = ARCHITECTURES[name]
     exact = small.output_of(architecture, small.stock_of(architecture)).double()
-    own, deferred, agreed = both_ways(small, deferral, architecture, small.int8_of(architecture, dtype=dtype), dtype)
+    own, deferred, agreed = both_ways(small, architecture, small.int8_of(architecture, dtype=dtype), dtype)
     assert took["linear"] and agreed is True
     assert relative_error(deferred, exact) <= max(AS_EXACT * relative_error(own, exact), ROUNDED)
 
@@ -518,7 +514,7 @@ def attention_of(attention, x, mask, places, attend):
     return attention.o(attend(q, k, v, attention.num_heads, mask, skip_reshape=True))
 
 
-def test_a_block_that_another_pack_rewrote(pack, deferral, took):
+def test_a_block_that_another_pack_rewrote(took):
     block, inputs = ideogram_block.block(), ideogram_block.inputs(tokens=12)
 
     def deferred(forward):
@@ -536,7 +532,7 @@ def test_a_block_that_another_pack_rewrote(pack, deferral, took):
 
 
 @pytest.mark.parametrize("joined", (False, True))
-def test_heads_lie_in_the_order_of_tokens(block, deferral, joined):
+def test_heads_lie_in_the_order_of_tokens(block, joined):
     """So attention's result does, and the next linear reads it without a copy."""
     with torch.no_grad(), deferral.mode.Deferring() as mode:
         y = block.renewed().enter(forwards.randn(2, 12, 64))
@@ -550,7 +546,7 @@ def kitchen_rope(heads, freqs):
     return forwards.kitchen().apply_rope(heads, heads, freqs)[0]
 
 
-def test_parts_at_positions_of_their_own_are_one_pass_each(block, deferral, monkeypatch):
+def test_parts_at_positions_of_their_own_are_one_pass_each(block, monkeypatch):
     calls, fused = [], deferral.consumers.norm_rope
     monkeypatch.setattr(deferral.consumers, "norm_rope", lambda *args: calls.append(args) or fused(*args))
     with torch.no_grad(), deferral.mode.Deferring():
@@ -559,7 +555,7 @@ def test_parts_at_positions_of_their_own_are_one_pass_each(block, deferral, monk
 
 
 @pytest.mark.parametrize("form", (lambda q: q, lambda q: q.contiguous()), ids=("memory", "deferred"))
-def test_attention_that_is_launched_on_addresses_writes_into_nothing(block, deferral, form):
+def test_attention_that_is_launched_on_addresses_writes_into_nothing(block, form):
     def attend(call):
         assert all(type(tensor) in deferral.notes.MEMORY and tensor.data_ptr() for tensor in call[:3])
         return F.scaled_dot_product_attention(*call[:3])
@@ -608,7 +604,7 @@ ROWS_OF_X = (forwards.SAMPLES, forwards.TOKENS, forwards.WIDTH)
         (norm_of_a_stream_put_together_of_parts, ROWS_OF_X, torch.float32, 1),
     ),
 )
-def test_what_models_do_is_taken(block, deferral, took, forward, shape, dtype, count):
+def test_what_models_do_is_taken(block, took, forward, shape, dtype, count):
     x = forwards.randn(*shape, seed=3)
     with torch.no_grad():
         exact, own = forward(block, x), forward(block, x.to(dtype))
@@ -627,7 +623,7 @@ ROWS = {  # that are set in a modulated norm, made of which of its input's rows
 
 
 @pytest.mark.parametrize("start, stop, source", ROWS.values(), ids=ROWS)
-def test_rows_that_are_set_are_quantized_beside_the_others(block, deferral, took, start, stop, source):
+def test_rows_that_are_set_are_quantized_beside_the_others(block, took, start, stop, source):
     """As Qwen-Image 2.1 does where tokens of its prompt have a modulation of their own."""
     adaln, scales, shift = (
         torch.ops.comfy_kitchen.adaln,
@@ -661,7 +657,7 @@ RESHAPED = {
 
 
 @pytest.mark.parametrize("write", RESHAPED.values(), ids=RESHAPED)
-def test_a_tensor_that_is_written_into_says_what_it_is_then(deferral, write):
+def test_a_tensor_that_is_written_into_says_what_it_is_then(write):
     x = forwards.randn(2, 12, 64)
     with torch.no_grad(), deferral.mode.Deferring() as mode:
         tracked, plain = mode.tracked(x.clone()), x.clone()
@@ -675,7 +671,7 @@ def test_a_tensor_that_is_written_into_says_what_it_is_then(deferral, write):
 
 
 @pytest.mark.parametrize("rate, enough", ((936e9, 1_989_000), (360e9, 765_000), (4917e9, 10_448_640)))
-def test_small_tensors_wait_for_nothing(deferral, monkeypatch, rate, enough):
+def test_small_tensors_wait_for_nothing(monkeypatch, rate, enough):
     """On a GPU the host would take longer for a note than the GPU for a pass: on an RTX 3090, an RTX 3060, an H200."""
     monkeypatch.setattr(deferral.mode, "memory_rate", lambda: rate)
     for rows, waits in ((-(-enough // 64), True), (enough // 64 - 1, False)):
@@ -683,5 +679,5 @@ def test_small_tensors_wait_for_nothing(deferral, monkeypatch, rate, enough):
 
 
 @pytest.mark.parametrize("shape, enough", (((1, 8, 2), True), ((1, 7, 2), False), ((64,), False), ((64, 1), False)))
-def test_few_rows_wait_for_nothing(deferral, shape, enough):
+def test_few_rows_wait_for_nothing(shape, enough):
     assert deferral.mode.are_enough(torch.Size(shape), False) == enough

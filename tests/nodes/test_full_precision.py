@@ -4,8 +4,6 @@ What the mark asks for is the product of floats; newer ComfyUI computes that. 0.
 so that the expectation here is made of the weights that the file stands for.
 """
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,19 +11,14 @@ from safetensors.torch import load_file
 from int8_dit.nodes.linears.weight_form import known_form
 from int8_dit.nodes.loading.load import rebuild_int8_model
 from int8_dit.nodes.saving.save import save_int8_model
-from support.file_formats import FORMATS, encoded, fp8_scaled
+from support.file_formats import FORMATS, configs_in, encoded, fp8_scaled
 
 UNKNOWN = {"made_by": "a newer tool"}
 FLAG = {"full_precision_matrix_mult": True}
 
 
-def marks_of(tensors):
-    suffix = ".comfy_quant"
-    return {k.removesuffix(suffix): json.loads(bytes(t.tolist())) for k, t in tensors.items() if k.endswith(suffix)}
-
-
 def marked(tensors, *layers, **options):
-    marks = marks_of(tensors)
+    marks = configs_in(tensors)
     return tensors | {f"{layer}.comfy_quant": encoded({**marks[layer], **options}) for layer in layers or marks}
 
 
@@ -34,14 +27,9 @@ def native(dit, request):
     return dit.native_int8(rotation_group=request.param)
 
 
-@pytest.fixture
-def floats(dit):
+def floats(dit, path):
     """What the product of floats computes: the MODEL of the loader, its INT8 weights dequantized."""
-
-    def compute(path):
-        return dit.output(dit.load(path, "bf16"))
-
-    return compute
+    return dit.output(dit.load(path, "bf16"))
 
 
 def save(model, path):
@@ -49,10 +37,10 @@ def save(model, path):
 
 
 @pytest.mark.parametrize("node", ("load", "apply"))
-def test_marked_layers_are_five_times_as_near(dit, native, floats, tmp_path, node):
+def test_marked_layers_are_five_times_as_near(dit, native, tmp_path, node):
     plain = dit.write(tmp_path / "plain.safetensors", native)
     path = dit.write(tmp_path / "marked.safetensors", marked(native, **FLAG))
-    expected = floats(path)
+    expected = floats(dit, path)
     run = dit.load if node == "load" else lambda path: dit.apply(dit.stock(path))
     unmarked = dit.relative_error(dit.output(run(plain)), expected)
     assert unmarked > 0.005
@@ -75,7 +63,7 @@ def test_a_mark_that_says_false_asks_for_nothing(dit, native, tmp_path):
     tensors = marked(native, full_precision_matrix_mult=False)
     model = dit.load(dit.write(tmp_path / "marked.safetensors", tensors))
     assert bits_of(dit.module(model, dit.LAYER)) == 8
-    assert marks_of(save(model, tmp_path / "saved.safetensors")) == marks_of(tensors)
+    assert configs_in(save(model, tmp_path / "saved.safetensors")) == configs_in(tensors)
 
 
 def test_marks_are_saved_as_they_were(dit, native, tmp_path):
@@ -83,8 +71,8 @@ def test_marks_are_saved_as_they_were(dit, native, tmp_path):
     tensors = marked(native, dit.LAYER, **FLAG, **UNKNOWN)
     model = dit.load(dit.write(tmp_path / "marked.safetensors", tensors))
     saved = save(model, tmp_path / "saved.safetensors")
-    assert marks_of(saved) == marks_of(tensors)
-    assert marks_of(saved)[dit.LAYER] == {**marks_of(native)[dit.LAYER], **FLAG, **UNKNOWN}
+    assert configs_in(saved) == configs_in(tensors)
+    assert configs_in(saved)[dit.LAYER] == {**configs_in(native)[dit.LAYER], **FLAG, **UNKNOWN}
     again = dit.load(tmp_path / "saved.safetensors")
     assert torch.equal(dit.output(again), dit.output(model))
     assert dit.output(dit.stock(tmp_path / "saved.safetensors")).isfinite().all()
@@ -93,27 +81,27 @@ def test_marks_are_saved_as_they_were(dit, native, tmp_path):
 def test_marks_survive_a_lora_and_a_second_gpu(dit, native, lora, tmp_path):
     tensors = marked(native, **FLAG, **UNKNOWN)
     model = dit.load(dit.write(tmp_path / "marked.safetensors", tensors))
-    assert marks_of(save(dit.with_lora(model, lora), tmp_path / "saved.safetensors")) == marks_of(tensors)
+    assert configs_in(save(dit.with_lora(model, lora), tmp_path / "saved.safetensors")) == configs_in(tensors)
 
     rebuilt = rebuild_int8_model(model.model, "fused int8")
-    assert marks_of(rebuilt.model.diffusion_model.state_dict()) == marks_of(tensors)
+    assert configs_in(rebuilt.model.diffusion_model.state_dict()) == configs_in(tensors)
     assert torch.equal(dit.output(rebuilt), dit.output(model))
 
 
 def test_a_layer_that_is_quantized_again_has_a_mark_of_its_own(dit, native, tmp_path):
     model = dit.load(dit.write(tmp_path / "marked.safetensors", marked(native, **FLAG, **UNKNOWN)))
-    marks = marks_of(save(dit.quantize(model, method="none"), tmp_path / "saved.safetensors"))
+    marks = configs_in(save(dit.quantize(model, method="none"), tmp_path / "saved.safetensors"))
     assert all(not {*FLAG, *UNKNOWN} & mark.keys() for mark in marks.values())
 
 
 def test_the_packs_own_formats_keep_unknown_options(dit, tmp_path):
     tensors = marked(dit.smoothed_int8(), **UNKNOWN)
     saved = save(dit.load(dit.write(tmp_path / "marked.safetensors", tensors)), tmp_path / "saved.safetensors")
-    assert all(mark["made_by"] == UNKNOWN["made_by"] for mark in marks_of(saved).values())
+    assert all(mark["made_by"] == UNKNOWN["made_by"] for mark in configs_in(saved).values())
     tensors = marked(dit.smoothed_int8(), **FLAG)
     model = dit.load(dit.write(tmp_path / "both.safetensors", tensors))
     again = save(model, tmp_path / "both saved.safetensors")
-    assert all(mark["full_precision_matrix_mult"] for mark in marks_of(again).values())
+    assert all(mark["full_precision_matrix_mult"] for mark in configs_in(again).values())
     assert torch.equal(dit.output(dit.load(tmp_path / "both saved.safetensors")), dit.output(model))
 
 
@@ -122,7 +110,7 @@ def test_layers_in_comfyuis_formats_keep_unknown_options(dit, tmp_path):
     del fp8[f"{dit.LAYER}.comfy_quant"]
     tensors = fp8 | {f"{dit.LAYER}.comfy_quant": encoded({"format": "float8_e4m3fn", **FLAG, **UNKNOWN})}
     saved = save(dit.load(dit.write(tmp_path / "mixed.safetensors", tensors)), tmp_path / "saved.safetensors")
-    assert marks_of(saved)[dit.LAYER] == {"format": "float8_e4m3fn", **FLAG, **UNKNOWN}
+    assert configs_in(saved)[dit.LAYER] == {"format": "float8_e4m3fn", **FLAG, **UNKNOWN}
 
 
 def test_fp8_that_becomes_int8_has_8_bits(dit, tmp_path):
@@ -131,21 +119,21 @@ def test_fp8_that_becomes_int8_has_8_bits(dit, tmp_path):
     model = dit.load(dit.write(tmp_path / "fp8.safetensors", tensors))
     assert set(dit.int8_weights(model)) == set(dit.LINEARS)
     assert bits_of(dit.module(model, dit.LAYER)) == 8
-    marks = marks_of(save(model, tmp_path / "saved.safetensors"))
+    marks = configs_in(save(model, tmp_path / "saved.safetensors"))
     assert all(mark == {"format": "int8_tensorwise"} for mark in marks.values())
 
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
-def test_codes_of_4_bits_too(dit, floats, tmp_path, memory, monkeypatch):
+def test_codes_of_4_bits_too(dit, tmp_path, memory, monkeypatch):
     monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
     tensors = FORMATS["W4A8"]({key: tensor.float() for key, tensor in dit.tensors().items()}, dit.LINEARS).tensors
     plain = dit.write(tmp_path / "plain.safetensors", tensors)
     path = dit.write(tmp_path / "marked.safetensors", marked(tensors, **FLAG, **UNKNOWN))
-    expected = floats(path)
+    expected = floats(dit, path)
     unmarked = dit.relative_error(dit.output(dit.load(plain, memory=memory)), expected)
     model = dit.load(path, memory=memory)
     assert dit.relative_error(dit.output(model), expected) <= 0.2 * unmarked
     saved = save(model, tmp_path / "saved.safetensors")
-    assert all({**FLAG, **UNKNOWN}.items() <= mark.items() for mark in marks_of(saved).values())
+    assert all({**FLAG, **UNKNOWN}.items() <= mark.items() for mark in configs_in(saved).values())
     if memory == "as stored":
-        assert marks_of(saved) == marks_of(marked(tensors, **FLAG, **UNKNOWN))
+        assert configs_in(saved) == configs_in(marked(tensors, **FLAG, **UNKNOWN))

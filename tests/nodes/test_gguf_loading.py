@@ -118,7 +118,7 @@ class OfTokens:
         return SimpleNamespace(diffusion_model=torch.nn.ParameterDict(made))
 
 
-def test_axes_that_gguf_does_not_have(pack):
+def test_axes_that_gguf_does_not_have():
     """stable-diffusion.cpp and others do not say what they were."""
     given = {name: torch.randn(shape) for name, shape in (("pad", (4,)), ("modulation", (6, 4)), ("table", (6, 4)))}
     given |= {"other": torch.randn(6, 4), "pad.weight": torch.randn(4), "unknown": torch.randn(4)}
@@ -144,7 +144,7 @@ def test_a_prefix_of_a_whole_checkpoint(dit, write):
 
 
 @pytest.fixture
-def decoded(pack, monkeypatch):
+def decoded(monkeypatch):
     """Of what gguf decodes from now on, the bytes; but for single blocks, by which its formats are known."""
     sizes, decode = [], gguf.quants.dequantize
 
@@ -295,7 +295,7 @@ def test_comfyuis_own_int8_is_not_said_of_stored_weights(dit, write, monkeypatch
 # Where files are
 
 
-def test_files_are_listed_where_users_keep_them(pack, tmp_path, monkeypatch):
+def test_files_are_listed_where_users_keep_them(tmp_path, monkeypatch):
     for folder in ("models", "gguf", "gguf/flux"):
         (tmp_path / folder).mkdir()
     for name in ("models/a.safetensors", "models/b.gguf", "gguf/c.gguf", "gguf/flux/d.GGUF", "gguf/e.txt"):

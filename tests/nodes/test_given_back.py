@@ -18,7 +18,7 @@ def stop(*args, **kwargs):
 
 
 @pytest.fixture
-def lent(pack, monkeypatch):
+def lent(monkeypatch):
     """The casts that were not given back."""
     casts, cast, uncast = [], comfy.ops.cast_bias_weight, comfy.ops.uncast_bias_weight
 

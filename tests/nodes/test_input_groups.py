@@ -18,7 +18,7 @@ from support.tensors import relative_error
 
 
 @pytest.fixture
-def quantizations(pack, monkeypatch):
+def quantizations(monkeypatch):
     """The inputs of all quantizations of activations so far."""
     calls, original = [], linear.quantize_activations_reference
 
@@ -203,7 +203,7 @@ def test_a_nan_weight_of_a_group_names_its_layer(dit, small, swiglu):
         dit.quantize(swiglu, calibration=calibration)
 
 
-def test_those_of_one_module_whose_inputs_agree_belong_together(pack):
+def test_those_of_one_module_whose_inputs_agree_belong_together():
     def seen(seed):
         statistics = ActivationStatistics()
         statistics.update(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)))

@@ -62,7 +62,7 @@ def loaded(pack, monkeypatch):
 
 
 @pytest.fixture
-def toasts(pack, monkeypatch):
+def toasts(monkeypatch):
     """What a browser is shown while a node of its prompt runs."""
     shown = []
     server = SimpleNamespace(client_id="a browser", send_sync=lambda name, event, to: shown.append((to, name, event)))
@@ -145,7 +145,7 @@ def test_an_older_one_is_named_with_the_version_that_is_needed(pack, monkeypatch
     assert "\n" not in str(caught.value) and 'pip install -U "comfy-kitchen>=0.2.26"' in str(caught.value)
 
 
-def test_what_the_pack_can_do_without_is_said_in_one_line(pack, said_at_load, monkeypatch):
+def test_what_the_pack_can_do_without_is_said_in_one_line(said_at_load, monkeypatch):
     """A module that is gone: the log says what, and what happens instead."""
     monkeypatch.setitem(sys.modules, "latent_preview", None)
     (line,) = said_at_load()
@@ -158,7 +158,7 @@ def test_an_argument_that_is_gone_is_named(pack, monkeypatch):
         asyncio.run(pack.comfy_entrypoint())
 
 
-def test_every_name_of_comfyui_is_in_the_table(pack):
+def test_every_name_of_comfyui_is_in_the_table():
     """By hand in the table; by the code here, so that none is forgotten."""
     known = {name.partition("(")[0].replace(":", ".") for name in assumptions.ASSUMPTIONS}
     theirs = ("comfy.", "comfy_kitchen", "comfy_execution", "comfy_api.torch", "folder_paths", "latent_preview")

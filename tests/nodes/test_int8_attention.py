@@ -68,7 +68,7 @@ def halves_of(kernel):
 
 
 @pytest.fixture
-def install(pack, monkeypatch):
+def install(monkeypatch):
     """Let a function be one of the two INT8 attentions, on the CPU."""
 
     def install(kernel, kind, halves=None):

@@ -29,7 +29,7 @@ SHAPES = {
 
 
 @pytest.fixture(params=("INT8", "INT8 (comfy-kitchen)"))
-def override(pack, request):
+def override(request):
     """The attention override of a kind."""
     kind = ATTENTION_KINDS[request.param]
     if obstacle := kind.obstacle(GPU):
@@ -104,7 +104,7 @@ def test_containers_get_the_same(override):
 
 @pytest.mark.parametrize("masked", (False, True))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_fastest_exact_way_is_exact(pack, shape, masked):
+def test_the_fastest_exact_way_is_exact(shape, masked):
     """Whichever it is here."""
     batch, kv_heads, queries, keys, _ = SHAPES[shape]
     qkv = tensors(*SHAPES[shape], torch.bfloat16, True)

@@ -142,7 +142,7 @@ def test_what_does_not_count_is_not_stored(choices, changes, says):
     assert says in decided(run, health, **changes) and choices == []
 
 
-def test_where_kitchens_gemm_runs_is_said(pack, monkeypatch):
+def test_where_kitchens_gemm_runs_is_said(monkeypatch):
     from int8_dit.kernels.benchmark import LinearShape, ShapeResult
 
     monkeypatch.setattr(run, "runs_kitchen", lambda m, n, k, device: device == CARD and (m, n) == (4096, 512))
@@ -177,7 +177,7 @@ def zeros(*shape):
         (zeros(9, 64), zeros(9, 64), {}, None),
     ],
 )
-def test_what_an_attention_call_computes(pack, q, k, keywords, expected):
+def test_what_an_attention_call_computes(q, k, keywords, expected):
     call = attention_call(q, k, k, 4, transformer_options={}, **keywords)
     assert call == (None if expected is None else AttentionWork(*expected))
 
@@ -218,7 +218,7 @@ def test_a_full_disk_ends_no_run_and_is_said(monkeypatch):
     assert all("no space left" in text for text in (*said, *outcome.remarks)) and len(said) == 2 and outcome.remarks
 
 
-def test_nodes_run_again_when_auto_is_decided_anew(pack, monkeypatch):
+def test_nodes_run_again_when_auto_is_decided_anew(monkeypatch):
     """Or a MODEL out of ComfyUI's cache would go on running what another choice chose."""
     monkeypatch.setattr(comfy.model_management, "get_torch_device", lambda: CARD)
     choices = [None, Choice("d", {(1, 1): {"bf16": 1.0}}), Choice("d", {(1, 1): {"bf16": 2.0}})]

@@ -114,25 +114,21 @@ def test_the_next_call_computes_with_what_the_weight_is(layer, x, other, change,
     assert input_form(layer).transform.smooth is transform.smooth
 
 
-def test_a_function_of_the_weight_is_heard_from_the_next_call_on(layer, x):
-    before = computed(layer, x)
-    layer.bias = None
-    plain = computed(layer, x)
-    layer.weight_function.append(lambda weight: weight * 2)
-    try:
-        torch.testing.assert_close(computed(layer, x), plain * 2, rtol=0.05, atol=0.05)
-    finally:
-        layer.weight_function.clear()
-    assert torch.equal(computed(layer, x), plain) and not torch.equal(plain, before)
+FUNCTIONS = {
+    "weight": (lambda weight: weight * 2, lambda output, bias: output * 2 - bias, 0.05),
+    "bias": (lambda bias: bias + 1, lambda output, bias: output + 1, 1e-5),
+}
 
 
-def test_a_function_of_the_bias_is_heard_from_the_next_call_on(layer, x):
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_a_function_of_it_is_heard_from_the_next_call_on(layer, x, kind):
+    (function, changed, tolerance), functions = FUNCTIONS[kind], getattr(layer, f"{kind}_function")
     before = computed(layer, x)
-    layer.bias_function.append(lambda bias: bias + 1)
+    functions.append(function)
     try:
-        torch.testing.assert_close(computed(layer, x), before + 1)
+        torch.testing.assert_close(computed(layer, x), changed(before, layer.bias), rtol=tolerance, atol=tolerance)
     finally:
-        layer.bias_function.clear()
+        functions.clear()
     assert torch.equal(computed(layer, x), before)
 
 

@@ -79,7 +79,7 @@ def test_attention_and_mlp_of_the_blocks(small, name):
     assert not of_blocks(layers.keys() - selected) & expand(LAYERS[name])
 
 
-def test_the_whole_ideogram_4(pack):
+def test_the_whole_ideogram_4():
     """Of its real size, its projection of text too."""
     model = Ideogram4Transformer2DModel(device="meta", operations=comfy.ops.disable_weight_init)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}

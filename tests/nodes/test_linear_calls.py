@@ -21,7 +21,7 @@ APART = 0.01
 
 
 @pytest.fixture(params=(pytest.param("as it is", marks=pytest.mark.slow), "today"))
-def version(request, pack):
+def version(request):
     """This ComfyUI, and as it is behind 0.39."""
     if request.param == "as it is":
         yield request.param
@@ -53,7 +53,7 @@ def make(linears, monkeypatch):
 
 
 @pytest.fixture
-def fused_ops(pack, monkeypatch):
+def fused_ops(monkeypatch):
     """The names of the fused ops that calls of linears run."""
     names = []
     for name in ("activate_quantize", "norm_quantize", "gated_residual"):

@@ -15,7 +15,7 @@ from int8_dit.kernels import ChannelTransform, quantize_weight
 from int8_dit.nodes.comfyui import quantized
 from int8_dit.nodes.comfyui.quantized import HostCopies, copy_through, new_in_host, stored, to_device
 from int8_dit.nodes.linears.int8_weight import int8_weight
-from support.file_formats import config_in, encoded, fp8_scaled, in_metadata
+from support.file_formats import config_in, fp8_scaled, in_metadata
 from support.tensors import DEVICE
 
 NATIVE = {
@@ -43,18 +43,6 @@ def native(dit):
     return dit.native_int8()
 
 
-@pytest.fixture
-def expected(dit, native, tmp_path):
-    """What a plain native file computes."""
-    return dit.output(dit.load(dit.write(tmp_path / "plain.safetensors", native)))
-
-
-def test_scale_as_a_vector(dit, native, expected, tmp_path):
-    for layer in dit.LINEARS:
-        native[f"{layer}.weight_scale"] = native[f"{layer}.weight_scale"].flatten()
-    assert torch.equal(dit.output(dit.load(dit.write(tmp_path / "m.safetensors", native))), expected)
-
-
 @pytest.mark.parametrize("named_with", ("", "model.diffusion_model.", "diffusion_model.", "model."))
 @pytest.mark.parametrize("prefix", ("", "model.diffusion_model.", "model."))
 @pytest.mark.parametrize("group", (None, 64))
@@ -70,18 +58,6 @@ def test_prefix_and_marks_in_the_metadata(dit, tmp_path, prefix, named_with, gro
         layers["text_encoders.t5.layer"] = {"format": "int8_tensorwise"}
     path = dit.write(tmp_path / "m.safetensors", whole, in_metadata(layers))
     assert torch.equal(dit.output(dit.load(path)), expected)
-
-
-def test_rotation_options_under_params(dit, expected, tmp_path):
-    """Some files keep ConvRot's options one level down, and ComfyUI reads them there too."""
-    flat = dit.native_int8(rotation_group=64)
-    nested = dict(flat)
-    mark = {"format": "int8_tensorwise", "params": {"convrot": True, "convrot_groupsize": 64}}
-    for layer in dit.LINEARS:
-        nested[f"{layer}.comfy_quant"] = encoded(mark)
-    result = dit.output(dit.load(dit.write(tmp_path / "nested.safetensors", nested)))
-    assert torch.equal(result, dit.output(dit.load(dit.write(tmp_path / "flat.safetensors", flat))))
-    assert not torch.equal(result, expected)
 
 
 RUNS = "INT8 DiT runs in"
@@ -194,7 +170,7 @@ def test_built_again_for_another_gpu_and_without_dynamic_vram(dit, make):
 
 @pytest.mark.parametrize("dtype", (torch.int8, torch.bfloat16, torch.float32, torch.float8_e4m3fn))
 @pytest.mark.parametrize("shape", ((), (0, 4), (5, 7), (64, 16), (3, 5, 41)))
-def test_a_copy_through_buffers(pack, dtype, shape):
+def test_a_copy_through_buffers(dtype, shape):
     """Shorter than a buffer, of several fillings, and with a rest."""
     x = torch.randint(-8, 8, shape).to(dtype)
     for there, back in ((DEVICE, "cpu"), ("cpu", DEVICE)):
@@ -206,7 +182,7 @@ def test_a_copy_through_buffers(pack, dtype, shape):
         assert copy.dtype == dtype and torch.equal(copy.cpu().float(), x.float())
 
 
-def test_a_weight_from_device_to_device(pack):
+def test_a_weight_from_device_to_device():
     transform = ChannelTransform(torch.linspace(0.5, 2, 64, device=DEVICE), 64)
     q, scale = quantize_weight(torch.randn(48, 64, device=DEVICE), transform)
     weight = int8_weight(q, scale, torch.bfloat16, transform)
@@ -223,7 +199,7 @@ def test_a_weight_from_device_to_device(pack):
 
 
 @pytest.fixture
-def beside(pack, monkeypatch):
+def beside(monkeypatch):
     """What threads beside the loading have copied into the host's memory, slowly. Weights on a CPU are copied, too."""
     copied, own = [], quantized._fill_beside
 

@@ -17,7 +17,7 @@ def answer(monkeypatch, int8_path):
 
 
 @pytest.fixture
-def measured(pack, monkeypatch):
+def measured(monkeypatch):
     """Let a choice decide, as on a GPU with one; here all ways run on the CPU."""
 
     def choose_path(device, kernel="auto", shape=None, ways=kernels.WAYS):
@@ -48,14 +48,14 @@ def test_each_linear_runs_its_fastest_way(dit, measured, tmp_path, source):
     assert summary.int8 == 10 and summary.native > 0 and summary.int8 + summary.native < len(dit.LINEARS)
 
 
-def test_comfyui_s_own_int8_is_what_the_stock_loader_computes(dit, tmp_path, pack, monkeypatch):
+def test_comfyui_s_own_int8_is_what_the_stock_loader_computes(dit, tmp_path, monkeypatch):
     path = dit.write(tmp_path / "native.safetensors", dit.native_int8(rotation_group=64))
     answer(monkeypatch, lambda *question: "native int8")
     native, stock = dit.output(dit.load(path)), dit.output(dit.stock(path))
     assert relative_error(native, stock) < 1e-3
 
 
-def test_a_lora_reaches_a_linear_that_comfyui_computes(dit, lora, monkeypatch, pack):
+def test_a_lora_reaches_a_linear_that_comfyui_computes(dit, lora, monkeypatch):
     answer(monkeypatch, lambda *question: "native int8")
     patched = dit.output(dit.with_lora(dit.load(), lora))
     assert relative_error(patched, dit.output(dit.with_lora(dit.stock(), lora))) < 0.06

@@ -49,7 +49,7 @@ def _storages(tree):
 
 
 @pytest.fixture
-def plan(pack, monkeypatch):
+def plan(monkeypatch):
     """A plan that the pack knows of, as ComfyUI's compiler makes one."""
     plan = Planned()
     monkeypatch.setattr("int8_dit.kernels.memory_plan._outside", plan.outside)

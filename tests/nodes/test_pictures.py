@@ -129,7 +129,7 @@ def calls(count):
 
 
 @pytest.mark.parametrize("count, of_methods", ((1, 2), (2, 9), (8, 15)))
-def test_the_benchmark_is_legible(pack, monkeypatch, count, of_methods):
+def test_the_benchmark_is_legible(monkeypatch, count, of_methods):
     names = ["Flux, Qwen-Image attention out, which is long", "qkv", "ffn up", "video", "o", "w1", "w2", "w3"][:count]
     rounds = {method.name: [0.4 + 0.2 * n, 0.6 + 0.2 * n] for n, method in enumerate(BENCHMARK_METHODS[:of_methods])}
     slow = {name: [1000 * time for time in times] for name, times in rounds.items() if name != "bf16"}
@@ -138,7 +138,7 @@ def test_the_benchmark_is_legible(pack, monkeypatch, count, of_methods):
 
 
 @pytest.mark.parametrize("count", (1, 4))
-def test_the_attention_is_legible(pack, monkeypatch, count):
+def test_the_attention_is_legible(monkeypatch, count):
     texts_of(draw_times(calls(count), "", "Times", MACHINE, "ComfyUI's choice"), monkeypatch)
 
 
@@ -150,7 +150,7 @@ def bars(figure):
     ]
 
 
-def test_bars_are_medians_relative_to_bf16_with_their_rounds(pack):
+def test_bars_are_medians_relative_to_bf16_with_their_rounds():
     rounds = {"fused int8": [0.9, 1.0, 1.4], "bf16": [2.0, 2.0, 2.0], "new one": [8.0]}
     figure = draw_times(shapes({"qkv": rounds}), "", "Times", "")
     (panel,) = figure.axes
@@ -164,7 +164,7 @@ def test_bars_are_medians_relative_to_bf16_with_their_rounds(pack):
     assert spread[:, 0].tolist() == pytest.approx([0.45, 0.7]) and spread[:, 1].tolist() == [0, 0]
 
 
-def test_without_bf16_the_slowest_method_is_the_measure(pack):
+def test_without_bf16_the_slowest_method_is_the_measure():
     results = {"qkv": {"fused int8": [1.0], "fake-quant": [4.0]}, "o": {"bf16": [1.0], "fused int8": [1.0]}}
     figure = draw_times(shapes(results), "", "Times", "")
     first, second = bars(figure)
@@ -173,7 +173,7 @@ def test_without_bf16_the_slowest_method_is_the_measure(pack):
     assert [panel.get_xlabel() for panel in figure.axes] == ["1 = fake-quant", "1 = bf16"]
 
 
-def test_attention_stands_below_the_linears_of_a_benchmark_that_may_have_none(pack):
+def test_attention_stands_below_the_linears_of_a_benchmark_that_may_have_none():
     alone, both = plot_times(shapes({"qkv": {}}), "fast", ""), plot_times([], "fast", "", calls(1))
     assert both.shape[1] > alone.shape[1] and both.shape[2] == alone.shape[2]
     assert (both[:, : alone.shape[1]] == alone).all() and both[:, alone.shape[1] :].min() < 0.5

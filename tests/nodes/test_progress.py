@@ -12,7 +12,7 @@ from int8_dit.nodes.host.work import Progress
 
 
 @pytest.fixture
-def bar(pack, monkeypatch):
+def bar(monkeypatch):
     """The shares of its way that the bar was at, one by one."""
     shares = []
 
@@ -24,7 +24,7 @@ def bar(pack, monkeypatch):
 
 
 @pytest.fixture
-def texts(pack, monkeypatch):
+def texts(monkeypatch):
     """What a server got to send, from the node "7" that a browser called "me" queued."""
     sent = []
     instance = SimpleNamespace(client_id="me", send_progress_text=lambda *message: sent.append(message))
@@ -34,7 +34,7 @@ def texts(pack, monkeypatch):
 
 
 @pytest.fixture
-def clock(pack, monkeypatch):
+def clock(monkeypatch):
     """A clock that stands until a test moves it."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr("int8_dit.nodes.host.work.time", SimpleNamespace(monotonic=lambda: clock.now))

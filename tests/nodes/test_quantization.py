@@ -64,17 +64,15 @@ def test_the_most_fragile_layers_are_protected(dit, model, calibration):
         rows = calibration.statistics[layer].sample.rows
         return relative_output_error(rows, dit.module(model, layer).weight, held)
 
-    def fragility(layer):
-        return error(layer, plain[layer])
-
-    fragile = sorted(dit.LINEARS, key=fragility, reverse=True)[:3]
+    fragility = {layer: error(layer, plain[layer]) for layer in dit.LINEARS}
+    fragile = sorted(dit.LINEARS, key=fragility.get, reverse=True)[:3]
     quantized = dit.quantize(model, 3, calibration=calibration)
     assert dit.recipe(quantized)["protected"] == fragile
     assert protected(dit, quantized) == set(fragile)
     for layer in fragile:
         assert torch.equal(dit.module(quantized, layer).weight, dit.module(model, layer).weight)
     for layer, figures in dit.recipe(quantized)["layers"].items():
-        assert figures["fragility"] == pytest.approx(fragility(layer), rel=2e-3)
+        assert figures["fragility"] == pytest.approx(fragility[layer], rel=2e-3)
     for layer, held in dit.int8_weights(quantized).items():
         assert dit.recipe(quantized)["layers"][layer]["error"] == pytest.approx(error(layer, held), rel=2e-3)
 
@@ -320,18 +318,6 @@ def test_auto_without_gpu_keeps_int8_weights_and_computes_in_bf16(dit, model, ca
     assert not logged("INT8 DiT runs in")
 
 
-def of_other_modules(model, dit):
-    model.model = SimpleNamespace(diffusion_model=torch.nn.Module())
-
-
-def compiled(model, dit):
-    set_torch_compile_wrapper(model, backend="eager")
-
-
-def with_a_layer_replaced(model, dit):
-    model.add_object_patch(f"diffusion_model.{dit.LAYER}", torch.nn.Linear(192, 768))
-
-
 def packed_in_an_unknown_way(model, dit):
     packed = torch.zeros(dit.module(model, dit.LAYER).weight.shape, dtype=torch.uint8)
     dit.module(model, dit.LAYER).weight = torch.nn.Parameter(packed, requires_grad=False)
@@ -340,9 +326,18 @@ def packed_in_an_unknown_way(model, dit):
 @pytest.mark.parametrize(
     "change, message",
     (
-        (of_other_modules, "no linear layers in repeated blocks"),
-        (compiled, r"torch.compile.*after Quantize to INT8"),
-        (with_a_layer_replaced, "already replaced"),
+        (
+            lambda model, _: setattr(model, "model", SimpleNamespace(diffusion_model=torch.nn.Module())),
+            "no linear layers in repeated blocks",
+        ),
+        (
+            lambda model, _: set_torch_compile_wrapper(model, backend="eager"),
+            r"torch.compile.*after Quantize to INT8",
+        ),
+        (
+            lambda model, dit: model.add_object_patch(f"diffusion_model.{dit.LAYER}", torch.nn.Linear(192, 768)),
+            "already replaced",
+        ),
         (packed_in_an_unknown_way, r"layer {layer} cannot be quantized: .*torch.uint8.*GGUF"),
     ),
 )
@@ -376,14 +371,12 @@ def test_inputs_that_are_refused(dit, model, calibration, connected, inputs, mes
 
 
 def test_a_protection_that_leaves_nothing_is_refused_before_the_work(dit, model, calibration, monkeypatch):
-    from int8_dit.nodes.quantization import quantize
-
-    monkeypatch.setattr(quantize, "_quantize_layers", None)
+    monkeypatch.setattr("int8_dit.nodes.quantization.quantize._quantize_layers", None)
     with pytest.raises(ValueError, match="protecting 21 layers leaves none"):
         dit.quantize(model, 21, calibration=calibration, protected_in="bf16")
 
 
-def test_the_defaults_are_the_recipe_with_the_best_method_per_layer(pack):
+def test_the_defaults_are_the_recipe_with_the_best_method_per_layer():
     """Alpha from 0.5 on, 17 of Ideogram 4's 211 linears protected (arXiv 2606.12280); settings by themselves smooth."""
     schema = QuantizeToINT8SmoothQuant.define_schema()
     widgets = {widget.id: widget for widget in schema.inputs}

@@ -330,7 +330,7 @@ TENSORS = {
 
 
 @pytest.fixture
-def write(pack, tmp_path):
+def write(tmp_path):
     """Write a file and return its path."""
 
     def run(tensors, metadata, on_tensor=lambda: None):

@@ -251,7 +251,7 @@ def test_without_the_package_gguf_the_error_says_what_to_do(dit, save, monkeypat
 
 
 @pytest.mark.parametrize("name", ("Wan t2v", "Flux", "Stable Audio", "HiDream", "LTX-Video"))
-def test_other_families(pack, save, name):
+def test_other_families(save, name):
     """Convolutions of five dimensions, raw parameters, parts of a checkpoint beside the diffusion model."""
     with small_models.known_to_comfyui(ARCHITECTURES[name]):
         tensors = small_models.tensors_of(ARCHITECTURES[name])
@@ -318,7 +318,7 @@ TENSORS = {
 
 
 @pytest.fixture
-def write(pack, tmp_path):
+def write(tmp_path):
     """Write plain tensors and return the file's path."""
 
     def run(tensors, type=None):

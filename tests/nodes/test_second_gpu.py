@@ -22,7 +22,7 @@ DEFAULT, SECOND = torch.device("cpu"), torch.device("cuda", 1)
 
 
 @pytest.fixture
-def second_card(pack, monkeypatch):
+def second_card(monkeypatch):
     """Pretend that beside ComfyUI's default device, the CPU, there is a card of this capability, with this memory."""
 
     def pretend(name, capability, memory=1 << 40):
@@ -123,7 +123,7 @@ def test_the_benchmark_runs_on_the_device_of_its_model(dit, monkeypatch):
     class Measured(Exception):
         pass
 
-    def raise_no_forward():
+    def no_forward(*_):
         raise run.NoForward
 
     def benchmark_shape(shape, tokens, device, *args, **kwargs):
@@ -135,7 +135,7 @@ def test_the_benchmark_runs_on_the_device_of_its_model(dit, monkeypatch):
         torch.cuda, "set_device", lambda place: current.append(torch.device("cuda", getattr(place, "index", place)))
     )
     monkeypatch.setattr(run, "make_room", lambda device, needed: None)
-    monkeypatch.setattr(run, "measure_forward", lambda *args: raise_no_forward())
+    monkeypatch.setattr(run, "measure_forward", no_forward)
     monkeypatch.setattr(run, "examine", lambda *args: None)
     monkeypatch.setattr(run, "benchmark_shape", benchmark_shape)
     model = dit.stock()
@@ -148,13 +148,7 @@ def test_the_benchmark_runs_on_the_device_of_its_model(dit, monkeypatch):
 
 INT8_LAYERS, CALLS = 21, 2 * 4  # two prompts, four steps
 ON_FIRST = ("first, again", "first, turn 0", "first, turn 1", "LoRA on the first")
-ON_SECOND = (
-    "second, turn 0",
-    "second, turn 1",
-    "LoRA on the second",
-    "second without LoRA",
-    "quantized on the second",
-)
+ON_SECOND = ("second, turn 0", "second, turn 1", "LoRA on the second", "second without LoRA", "quantized on the second")
 ON_BOTH = (
     "split",
     "LoRA on split",

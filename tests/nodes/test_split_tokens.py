@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("split_tokens.py")
 
 
 @pytest.fixture
-def file(small, pack, tmp_path):
+def file(small, tmp_path):
     path, saved = tmp_path / "wan.safetensors", tmp_path / "int8.safetensors"
     save_file(small.wan().model.diffusion_model.state_dict(), path)
     save_int8_model(load_int8_model(str(path), "fused int8"), str(saved), {})

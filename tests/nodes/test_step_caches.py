@@ -137,7 +137,7 @@ def test_so_do_other_caches(dit, small, cache, warned):
     assert_same_steps(dit, small, "Flux", cache, warned)
 
 
-def test_a_call_that_was_skipped_shows_nothing_and_is_made_once(dit, pack):
+def test_a_call_that_was_skipped_shows_nothing_and_is_made_once(dit):
     """Nothing was compared in it: the first one with layers is."""
     model, skips, made = dit.load(), [True, True, False], []
 

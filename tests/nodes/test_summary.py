@@ -122,7 +122,7 @@ def test_int8_attention(dit, line, monkeypatch):
         ({"FP8 as in the file": 8}, 0, "cpu", "fused int8", ("note", "no INT8: 0 of 8")),
     ),
 )
-def test_the_short_line(pack, linears, int8, device, kernel, expected):
+def test_the_short_line(linears, int8, device, kernel, expected):
     model = SimpleNamespace(load_device=torch.device(device))
     badge = runs_where(model, Summary(linears, "as ComfyUI", int8), kernel, "bf16")
     severity, text = expected
@@ -130,7 +130,7 @@ def test_the_short_line(pack, linears, int8, device, kernel, expected):
 
 
 @pytest.mark.parametrize("obstacle, expected", ((None, "bf16: not an RTX 30"), ("no", "bf16: the kernel cannot run")))
-def test_the_short_line_says_why_a_gpu_does_not_run_int8(pack, monkeypatch, obstacle, expected):
+def test_the_short_line_says_why_a_gpu_does_not_run_int8(monkeypatch, obstacle, expected):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("int8_dit.kernels.card.device.fused_obstacle", lambda _: obstacle)
@@ -139,7 +139,7 @@ def test_the_short_line_says_why_a_gpu_does_not_run_int8(pack, monkeypatch, obst
 
 
 @pytest.mark.parametrize("native, expected", ((7, "ComfyUI's INT8, faster here: 7 of 8"), (0, "bf16: faster here")))
-def test_the_short_line_says_what_was_measured_to_be_faster(pack, monkeypatch, native, expected):
+def test_the_short_line_says_what_was_measured_to_be_faster(monkeypatch, native, expected):
     monkeypatch.setattr(summary.AUTO_CHOICES, "stored", lambda device: object())
     model = SimpleNamespace(load_device=torch.device("cuda"))
     badge = summary.runs_where(model, summary.Summary({"": 8}, "as ComfyUI", 0, native), "auto", "bf16")

@@ -9,7 +9,7 @@ import torch
 
 from int8_dit.nodes.load_int8_dit import LoadINT8DiT
 from int8_dit.nodes.loading.load import load_int8_model
-from support.file_formats import FORMATS
+from support.file_formats import FORMATS, config_in, fp8_scaled, in_metadata
 
 NAME, BASE = "the linears.safetensors", "the base.safetensors"
 QKV, W1, W2 = (f"layers.0.{layer}" for layer in ("attention.qkv", "feed_forward.w1", "feed_forward.w2"))
@@ -57,13 +57,8 @@ def both_branches(models, **scales):
 
 def in_fp8(tensors):
     """FP8 with a scale a layer, which its metadata marks, as most users hold this model."""
-    marks = {}
-    for layer in linears(tensors):
-        scale = tensors[f"{layer}.weight"].abs().max() / 448
-        tensors[f"{layer}.weight"] = (tensors[f"{layer}.weight"] / scale).to(torch.float8_e4m3fn)
-        tensors[f"{layer}.weight_scale"] = scale
-        marks[layer] = {"format": "float8_e4m3fn"}
-    return tensors, {"_quantization_metadata": json.dumps({"layers": marks})}
+    made = fp8_scaled(tensors, linears(tensors))
+    return made, in_metadata({layer: config_in(made.pop(f"{layer}.comfy_quant")) for layer in linears(tensors)})
 
 
 def in_int8(tensors):

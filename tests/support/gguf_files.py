@@ -17,6 +17,7 @@ from comfy.quant_ops import TensorWiseINT8Layout
 from comfy_kitchen.tensor import TensorCoreConvRotW4A4Layout as ConvRotW4A4
 
 from int8_dit.kernels import GGUF_FORMATS, quantize_gguf
+from support.file_formats import encoded
 
 Choose = Callable[[str, tuple[int, ...]], str]
 """(tensor name, shape) -> the name of its GGUF type."""
@@ -54,11 +55,15 @@ def write_gguf(
         if name in shapes:
             writer.add_array(f"comfy.gguf.orig_shape.{name}", [int(size) for size in tensor.shape])
         writer.add_tensor(name, stored_bytes(stored, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
+    _write(writer)
+    return str(path)
+
+
+def _write(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return str(path)
 
 
 def write_q8_cr(
@@ -78,34 +83,29 @@ def write_q8_cr(
     """
     writer, values = gguf.GGUFWriter(path, "sd3"), {}
     for name, tensor in tensors.items():
-        tensor = tensor.float()
-        if name.removesuffix(".weight") not in layers:
+        tensor, layer = tensor.float(), name.removesuffix(".weight")
+        if layer not in layers:
             kind = (choose or linears_in("F16"))(name, tuple(tensor.shape))
             writer.add_tensor(name, stored_bytes(tensor, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
             values[name] = tensor.half().float() if kind == "F16" else tensor
             continue
-        if name.removesuffix(".weight") in four_bits:
+        if layer in four_bits:
             q, held = ConvRotW4A4.quantize(tensor, convrot_groupsize=group or 256)
-            held = replace(held, scale=held.scale.half())
-            values[name] = ConvRotW4A4.dequantize(q, replace(held, scale=held.scale.float())).float()
+            scale = held.scale.half()
+            values[name] = ConvRotW4A4.dequantize(q, replace(held, scale=scale.float())).float()
             config = {"format": "int4_cr", "backing": "w4a4", "orig_shape": list(tensor.shape), "quant_group_size": 64}
             config = {**config, "convrot_groupsize": group or 256, **said}
-            writer.add_tensor(name, q.numpy(), raw_dtype=gguf.GGMLQuantizationType.I8)
-            writer.add_tensor(f"{name}_scale", held.scale.numpy())
-            writer.add_string(f"comfy.gguf.quant.{name}", json.dumps(config))
-            continue
-        rotation = {} if group is None else {"convrot": True, "convrot_groupsize": group}
-        q, held = TensorWiseINT8Layout.quantize(tensor, per_channel=True, **rotation)
-        values[name] = TensorWiseINT8Layout.dequantize(q, held).float()
-        config = {"format": "int8_tensorwise", "convrot": False, "weight_rotated": group is not None, "per_row": True}
-        config = {key: value for key, value in {**config, **rotation, **said}.items() if value is not None}
+        else:
+            rotation = {} if group is None else {"convrot": True, "convrot_groupsize": group}
+            q, held = TensorWiseINT8Layout.quantize(tensor, per_channel=True, **rotation)
+            scale, values[name] = held.scale.float().reshape(-1, 1), TensorWiseINT8Layout.dequantize(q, held).float()
+            config = {"format": "int8_tensorwise", "convrot": False, "weight_rotated": group is not None}
+            config = {**config, "per_row": True, **rotation, **said}
+            config = {key: value for key, value in config.items() if value is not None}
         writer.add_tensor(name, q.numpy(), raw_dtype=gguf.GGMLQuantizationType.I8)
-        writer.add_tensor(f"{name}_scale", held.scale.float().reshape(-1, 1).numpy())
+        writer.add_tensor(f"{name}_scale", scale.numpy())
         writer.add_string(f"comfy.gguf.quant.{name}", json.dumps(config))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _write(writer)
     return values
 
 
@@ -129,8 +129,7 @@ def read_as_its_maker(path: str | Path) -> dict[str, torch.Tensor]:
         if config.get("convrot") and not (config.get("weight_rotated", False) and fits):
             config["convrot"] = False
             config.pop("convrot_groupsize", None)
-        encoded = torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
-        read[f"{name.removesuffix('weight')}comfy_quant"] = encoded
+        read[f"{name.removesuffix('weight')}comfy_quant"] = encoded(config)
     return read
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import operator
 import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -60,20 +58,3 @@ def import_pack() -> ModuleType:
     module = import_package("int8_dit", PROJECT)
     importlib.import_module("int8_dit.nodes.extension")
     return module
-
-
-def from_pack(name: str) -> Any:
-    """A fixture: what can be imported only once ComfyUI and the pack can.
-
-    Args:
-        name: of a module of the pack, of ComfyUI or of these helpers, or `module:name` of what is in one.
-    """
-    import pytest
-
-    @pytest.fixture(scope="session")
-    def found(pack: ModuleType) -> Any:
-        module, _, inside = name.partition(":")
-        value = importlib.import_module(module)
-        return operator.attrgetter(inside)(value) if inside else value
-
-    return found

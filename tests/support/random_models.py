@@ -80,20 +80,14 @@ def _image(channels: int, side: int) -> Callable[[int], tuple[int, ...]]:
     return lambda pixels: (1, channels, pixels // side, pixels // side)
 
 
-def _frames(count: int, pixels: int, smallest: int) -> int:
-    """How many frames of latents; one at a size to try a study out."""
-    return count if pixels >= smallest else 1
-
-
 def _video(channels: int, frames: int, side: int, width: float) -> Callable[[int], tuple[int, ...]]:
-    """Latents of a video `pixels` high and `width` times as wide, a value for `side` x `side` pixels."""
-    return lambda pixels: (
-        1,
-        channels,
-        _frames(frames, pixels, 480),
-        pixels // side,
-        int(pixels * width) // side // 2 * 2,
-    )
+    """Latents of a video `pixels` high and `width` times as wide, a value for `side` x `side` pixels; of one frame at a
+    size to try a study out."""
+
+    def latent(pixels: int) -> tuple[int, ...]:
+        return 1, channels, frames if pixels >= 480 else 1, pixels // side, int(pixels * width) // side // 2 * 2
+
+    return latent
 
 
 _LTX2 = {
@@ -233,7 +227,7 @@ FAMILIES = {
         480,  # 61 frames of 832 x 480: 24,960 tokens
         (1, 256, 3584),
         {
-            "c_concat": lambda pixels: _video(33, 16, 16, 104 / 60)(pixels),
+            "c_concat": _video(33, 16, 16, 104 / 60),
             "txt_byt5": (1, 64, 1472),
             "clip_fea": (1, 729, 1152),
         },
@@ -299,23 +293,19 @@ class RandomModel:
 
     def native(self, rotation_group: int | None = None) -> Tensors:
         """The same in ComfyUI's native INT8, a scale per output channel; ConvRot with a group."""
-        transform = ChannelTransform(None, rotation_group)
-        tensors = {}
-        for name in self.shapes:
-            tensors[name] = self.tensor(name)
-            layer = name.removesuffix(".weight")
-            if layer != name and layer in self.layers:
-                tensors |= {f"{layer}.{part}": t for part, t in native_layer(tensors[name], transform).items()}
-        return tensors
+        return self._quantized(lambda weight: native_layer(weight, ChannelTransform(None, rotation_group)))
 
     def coded(self) -> Tensors:
         """The same in ComfyUI's W4A8; a layer that cannot be rotated is in native INT8."""
+        return self._quantized(coded_layer)
+
+    def _quantized(self, quantized: Callable[[torch.Tensor], Tensors]) -> Tensors:
         tensors = {}
-        for name in self.shapes:
+        for name in self.shapes:  # one by one: they need not fit on the device in floats
             tensors[name] = self.tensor(name)
             layer = name.removesuffix(".weight")
             if layer != name and layer in self.layers:
-                tensors |= {f"{layer}.{part}": t for part, t in coded_layer(tensors[name]).items()}
+                tensors |= {f"{layer}.{part}": t for part, t in quantized(tensors[name]).items()}
         return tensors
 
     def factors(self, name: str, channels: int) -> torch.Tensor:
@@ -335,24 +325,27 @@ class RandomModel:
     def int8_model(self, plan: Plan = plain) -> ModelPatcher:
         """The MODEL of this pack, its quantizable layers held as `plan` says."""
 
-        def convert(name: str, weight: torch.Tensor, _: object) -> torch.Tensor | None:
-            held = plan(name, weight.shape[1]) if is_quantizable(name, tuple(weight.shape)) else None
-            if held is None:
+        def held(name: str, weight: torch.Tensor) -> torch.Tensor | None:
+            form = plan(name, weight.shape[1])
+            if form is None:
                 return None
-            q, scale = quantize_weight(weight, held.transform)
-            return int8_weight(q, scale, self.dtype, held.transform, held.activation_bits)
+            return int8_weight(
+                *quantize_weight(weight, form.transform), self.dtype, form.transform, form.activation_bits
+            )
 
-        return build_model(self.tensors(), self.family.metadata(), LoadPlan("fused int8", self.dtype, convert))
+        return self._built(held)
 
     def coded_model(self) -> ModelPatcher:
         """The MODEL of this pack in W4A8: every quantizable layer that it can be, the others in INT8."""
-
-        def convert(name: str, weight: torch.Tensor, _: object) -> torch.Tensor | None:
-            return in_codes(weight, self.dtype) if is_quantizable(name, tuple(weight.shape)) else None
-
-        model = build_model(self.tensors(), self.family.metadata(), LoadPlan("fused int8", self.dtype, convert))
+        model = self._built(lambda name, weight: in_codes(weight, self.dtype))
         patch_products(model)
         return model
+
+    def _built(self, held: Callable[[str, torch.Tensor], torch.Tensor | None]) -> ModelPatcher:
+        def convert(name: str, weight: torch.Tensor, _: object) -> torch.Tensor | None:
+            return held(name, weight) if is_quantizable(name, tuple(weight.shape)) else None
+
+        return build_model(self.tensors(), self.family.metadata(), LoadPlan("fused int8", self.dtype, convert))
 
     def inputs(self, pixels: int | None = None, text: bool = True) -> dict[str, object]:
         """What BaseModel.apply_model takes beside its options: latents of a noisy image and the rest."""
@@ -377,22 +370,16 @@ class RandomModel:
 def native_layer(weight: torch.Tensor, transform: ChannelTransform = UNCHANGED) -> Tensors:
     """The tensors of a layer in a native file."""
     q, scale = quantize_weight(weight, transform)
-    return {
-        "weight": q,
-        quant_config.SCALE: scale[:, None],
-        quant_config.QUANT_CONFIG: quant_config.encode_config(transform),
-    }
+    config = quant_config.encode_config(transform)
+    return {"weight": q, quant_config.SCALE: scale[:, None], quant_config.QUANT_CONFIG: config}
 
 
 def fp8_layer(weight: torch.Tensor) -> Tensors:
     """The tensors of a layer in a file of ComfyUI's scaled FP8."""
     scale = (weight.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max).clamp_min(1e-12)
-    config = b'{"format": "float8_e4m3fn"}'
-    return {
-        "weight": (weight.float() / scale).to(torch.float8_e4m3fn),
-        quant_config.SCALE: scale,
-        quant_config.QUANT_CONFIG: torch.tensor(list(config), dtype=torch.uint8),
-    }
+    config = quant_config.encoded({"format": "float8_e4m3fn"})
+    weight = (weight.float() / scale).to(torch.float8_e4m3fn)
+    return {"weight": weight, quant_config.SCALE: scale, quant_config.QUANT_CONFIG: config}
 
 
 def in_codes(weight: torch.Tensor, dtype: torch.dtype) -> QuantizedTensor | None:
