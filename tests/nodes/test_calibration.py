@@ -300,7 +300,7 @@ def assert_same(a, b):
 
 
 def test_a_calibration_comes_back_from_its_file(dit, model, calibration, tmp_path):
-    loaded = files.load_calibration(save(files, calibration, tmp_path / "c.safetensors"))
+    loaded = files.load_calibration(save(calibration, tmp_path / "c.safetensors"))
     assert_same(loaded, calibration)
     dit.assert_same_tensors(
         dit.snapshot(dit.quantize(model, 2, calibration=loaded)),
@@ -313,7 +313,7 @@ def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, m
         os.path.dirname(place) for place in folder_paths.get_folder_paths(FOLDER)
     ]
     monkeypatch.setitem(folder_paths.folder_names_and_paths, FOLDER, ([str(tmp_path)], {".safetensors"}))
-    save(files, calibration, tmp_path / "mine.safetensors")
+    save(calibration, tmp_path / "mine.safetensors")
     (loaded,) = LoadINT8Calibration.execute("mine.safetensors").result
     assert_same(loaded, calibration)
     (merged,) = MergeINT8Calibrations.execute({"calibration_0": loaded, "calibration_1": loaded}).result
@@ -394,7 +394,7 @@ def damaged(path, damage):
     ),
 )
 def test_a_damaged_calibration_names_file_and_layer(calibration, tmp_path, damage, message):
-    path = save(files, calibration, tmp_path / "broken.safetensors")
+    path = save(calibration, tmp_path / "broken.safetensors")
     damaged(path, damage)
     with pytest.raises(ValueError, match=rf"^broken\.safetensors: .*{message}") as error:
         files.load_calibration(path)
@@ -419,7 +419,7 @@ def test_a_model_can_be_quantized_with_the_largest_and_smallest_values_that_load
 
 def test_a_file_that_is_no_whole_calibration(dit, calibration, tmp_path):
     path = tmp_path / "c.safetensors"
-    save(files, calibration, path)
+    save(calibration, path)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ValueError, match=r"^c\.safetensors is damaged or incomplete"):
         files.load_calibration(str(path))

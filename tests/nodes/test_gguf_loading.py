@@ -164,7 +164,7 @@ def test_a_file_in_two_formats_keeps_what_a_kernel_expands(dit, write):
     kept = dit.stored(model)
     assert kept and all("attn" in name for name in kept)
     assert set(dit.int8_weights(model)) == {name for name in dit.LINEARS if name not in kept}
-    assert dit.relative_error(dit.output(model), dit.output(dequantized(dit, files, path))) < 2 * dit.int8_noise()
+    assert dit.relative_error(dit.output(model), dit.output(dequantized(dit, path))) < 2 * dit.int8_noise()
 
 
 @pytest.mark.parametrize("kind", ("IQ4_NL", "MXFP4"))
@@ -272,7 +272,7 @@ def test_what_is_too_sensitive_for_int8_computes_in_floats(dit, write):
     path = write("Q8_0")
     name = "joint_blocks.0.x_block.adaLN_modulation.1"
     ours = dit.module(dit.load(path, memory="as stored"), name)
-    theirs = dit.module(dequantized(dit, files, path), name)
+    theirs = dit.module(dequantized(dit, path), name)
     x = dit.rows(ours, 3)
     assert name in dit.stored(dit.load(path, memory="as stored"))
     with torch.inference_mode():

@@ -147,19 +147,37 @@ def model_hook(dit, lora, other_file, load="stock"):
 int8_model_hook = partial(model_hook, load="load")
 
 
-@pytest.mark.parametrize("held", ("smoothed", "stored"))
+@pytest.fixture
+def applied(dit, tmp_path):
+    """Loads a MODEL of ComfyUI's own loader in native INT8, and what Apply makes of it."""
+    path = dit.write(tmp_path / "native.safetensors", dit.native_int8(rotation_group=64))
+
+    def load():
+        stock = dit.stock(path)
+        return stock, dit.apply(stock)
+
+    return load
+
+
+@pytest.mark.parametrize("held", ("smoothed", "stored", "applied"))
 @pytest.mark.parametrize("make", (lora_hook, model_hook, int8_model_hook))
 @pytest.mark.parametrize("steps, mode", ((1, torch.no_grad), (2, torch.inference_mode)))  # ComfyUI's nodes: the latter
-def test_hooks(dit, lora, other_file, load_stored, make, steps, mode, held):
+def test_hooks(dit, lora, other_file, load_stored, applied, make, steps, mode, held):
     float_hook = lora_hook(dit, lora, other_file)
     expected = hooked(dit, dit.stock(), float_hook, steps)
     assert dit.relative_error(expected, hooked(dit, dit.stock(), None, steps)) > 3 * NOISE
     with mode():
-        model = load_stored() if held == "stored" else dit.quantize(dit.stock(), calibration=dit.recorded())
+        if held == "applied":
+            under, model = applied()
+        else:
+            model = load_stored() if held == "stored" else dit.quantize(dit.stock(), calibration=dit.recorded())
+            under = model
+        before = dit.output(under)
         with dit.untouched(model):
             first = hooked(dit, model, make(dit, lora, other_file), steps)
             assert dit.relative_error(first, expected) < NOISE
-            assert torch.equal(hooked(dit, model, make(dit, lora, other_file), steps), first)
+            assert torch.equal(hooked(dit, model.clone(), make(dit, lora, other_file), steps), first)
+        assert torch.equal(dit.output(under), before)
 
 
 def test_hooks_on_layers_that_stay_fp8(dit, lora, tmp_path):
@@ -207,18 +225,6 @@ def test_a_hook_beside_a_lora_on_stored_blocks(dit, stored, lora, other_file):
 # Behind Apply Fused INT8 Kernel
 
 
-@pytest.fixture
-def applied(dit, tmp_path):
-    """Loads a MODEL of ComfyUI's own loader in native INT8, and what Apply makes of it."""
-    path = dit.write(tmp_path / "native.safetensors", dit.native_int8(rotation_group=64))
-
-    def load():
-        stock = dit.stock(path)
-        return stock, dit.apply(stock)
-
-    return load
-
-
 @pytest.mark.parametrize("merge", MERGES.values(), ids=MERGES)
 def test_merging_behind_apply(dit, applied, other_file, merge):
     """With a float MODEL, with one of Load INT8 DiT and with itself, on either side; loaded or not."""
@@ -232,20 +238,6 @@ def test_merging_behind_apply(dit, applied, other_file, merge):
         dit.output(model)
     assert dit.relative_error(dit.output(merged("ModelMergeSimple", model, model, 0.3)), before) < NOISE
     assert torch.equal(dit.output(stock), before)
-
-
-@pytest.mark.parametrize("make", (lora_hook, model_hook, int8_model_hook))
-@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
-def test_hooks_behind_apply(dit, applied, lora, other_file, make, mode):
-    expected = hooked(dit, dit.stock(), lora_hook(dit, lora, other_file), 2)
-    with mode():
-        stock, model = applied()
-        before = dit.output(stock)
-        with dit.untouched(model):
-            first = hooked(dit, model, make(dit, lora, other_file), 2)
-            assert dit.relative_error(first, expected) < NOISE
-            assert torch.equal(hooked(dit, model.clone(), make(dit, lora, other_file), 2), first)
-        assert torch.equal(dit.output(stock), before)
 
 
 def test_a_hook_stays_when_its_model_is_loaded_again(dit, applied, lora):
