@@ -34,10 +34,9 @@ def core():
         yield comfy.ldm.modules.attention
 
 
-@pytest.fixture
-def auto(core, exact):
+def auto():
     """The override of the choice `auto`."""
-    return lambda outer=None: AttentionOverride(ATTENTION_KINDS[AUTO], torch.device("cpu"), outer)
+    return AttentionOverride(ATTENTION_KINDS[AUTO], torch.device("cpu"))
 
 
 def tensors(kv_heads=HEADS, dtype=torch.float32):
@@ -63,7 +62,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("call", TAKEN)
-def test_auto_computes_what_pytorch_would(core, auto, exact, call, dtype):
+def test_auto_computes_what_pytorch_would(core, exact, call, dtype):
     qkv = tensors(2 if call == "grouped" else HEADS, dtype)
     actual = run(core.attention_pytorch, auto(), qkv, **TAKEN[call])
     assert torch.equal(actual, core.attention_pytorch(*qkv, HEADS, **TAKEN[call])) and exact.calls == 1
@@ -78,7 +77,7 @@ STAYS = {
 
 
 @pytest.mark.parametrize("function, fastest, options", STAYS.values(), ids=STAYS)
-def test_what_stays_comfyuis(core, auto, exact, function, fastest, options):
+def test_what_stays_comfyuis(core, exact, function, fastest, options):
     exact.fastest, qkv, function = fastest, tensors(), getattr(core, function)
     assert torch.equal(run(function, auto(), qkv, **options), function(*qkv, HEADS)) and exact.calls == 0
 

@@ -17,7 +17,7 @@ def quantize(dit):
     """Quantize the glyph model in 4 bits, by settings, rounded to nearest; the MODEL and its report."""
 
     def quantize(calibration=None, model=None, **settings):
-        settings = {"weight_bits": 4, "protection": protection(0), **settings}
+        settings = {"weight_bits": 4, "protection": Protection("number", 0), **settings}
         return quantize_model(model or dit.stock(), QuantizationSettings(**settings), "fused int8", calibration)[:2]
 
     return quantize
@@ -27,10 +27,6 @@ def quantize(dit):
 def calibrated(dit, quantize):
     """The same, rounded by what was recorded."""
     return quantize(dit.recorded(), rounding="calibrated")
-
-
-def protection(number):
-    return Protection("number", number)
 
 
 @pytest.fixture
@@ -58,7 +54,7 @@ def test_calibrated_rounding_loses_less_and_the_report_says_so(dit, quantize, ca
 
 
 def test_the_most_fragile_get_8_bits_that_are_native(dit, quantize, save):
-    model, report = quantize(dit.recorded(), protection=protection(3))
+    model, report = quantize(dit.recorded(), protection=Protection("number", 3))
     _, plain = quantize(dit.recorded())
     worst = sorted(plain.layers, key=lambda layer: -layer.error)[:3]
     assert set(report.protected) == {layer.name for layer in worst}
@@ -70,7 +66,7 @@ def test_the_most_fragile_get_8_bits_that_are_native(dit, quantize, save):
 
 @pytest.mark.parametrize("number", (0, 2))
 def test_in_bf16_if_it_is_asked_for(dit, quantize, number):
-    model, _ = quantize(dit.recorded(), protection=protection(number), protected_in="bf16")
+    model, _ = quantize(dit.recorded(), protection=Protection("number", number), protected_in="bf16")
     assert len(dit.coded(model)) == len(dit.LINEARS) - number and not dit.int8_weights(model)
 
 
@@ -85,7 +81,7 @@ def test_what_cannot_be_rotated_or_is_small_has_8_bits(dit, quantize, monkeypatc
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
 def test_saved_and_loaded_it_draws_the_same(dit, quantize, save, memory):
-    model, _ = quantize(dit.recorded(), protection=protection(2))
+    model, _ = quantize(dit.recorded(), protection=Protection("number", 2))
     expected = dit.output(model)
     assert torch.equal(dit.output(dit.load(save(model), memory=memory)), expected)
 
@@ -93,7 +89,7 @@ def test_saved_and_loaded_it_draws_the_same(dit, quantize, save, memory):
 def test_stock_comfyui_loads_the_file(dit, quantize, save):
     if "asym_w4a8_int8" not in QUANT_ALGOS:
         pytest.skip("this ComfyUI does not know W4A8")
-    model, _ = quantize(dit.recorded(), protection=protection(2))
+    model, _ = quantize(dit.recorded(), protection=Protection("number", 2))
     # ComfyUI's eager kernels multiply what was rounded to bf16 in between.
     assert dit.relative_error(dit.output(dit.stock(save(model))), dit.output(model)) < 3 * dit.int8_noise()
 
@@ -105,6 +101,6 @@ def test_without_a_calibration_it_is_rounded_to_nearest(dit, quantize):
 
 
 def test_a_copy_for_another_gpu_computes_the_same(dit, quantize):
-    model, _ = quantize(dit.recorded(), protection=protection(2))
+    model, _ = quantize(dit.recorded(), protection=Protection("number", 2))
     again = rebuild_int8_model(model.model, "fused int8")
     assert set(dit.coded(again)) == set(dit.coded(model)) and torch.equal(dit.output(again), dit.output(model))

@@ -14,13 +14,14 @@ from int8_dit.nodes.deferred.install import deferred_call
 from int8_dit.nodes.deferred.notes import seen_from
 from int8_dit.nodes.linears import linear_call
 from int8_dit.nodes.quantization.recorder import observed_linear
-from support import called_linears, comfyui_today
+from support import called_linears as linears
+from support import comfyui_today
 from support.tensors import relative_error
 
 APART = 0.01
 
 
-@pytest.fixture(params=(pytest.param("as it is", marks=pytest.mark.slow), "today"))
+@pytest.fixture(autouse=True, params=(pytest.param("as it is", marks=pytest.mark.slow), "today"))
 def version(request):
     """This ComfyUI, and as it is behind 0.39."""
     if request.param == "as it is":
@@ -32,12 +33,7 @@ def version(request):
 
 
 @pytest.fixture
-def linears(version):
-    return called_linears
-
-
-@pytest.fixture
-def make(linears, monkeypatch):
+def make(monkeypatch):
     """One of KINDS, by its name."""
 
     def linear(kind):
@@ -62,20 +58,7 @@ def fused_ops(monkeypatch):
     return names
 
 
-KINDS = (
-    "INT8", "smoothed", "rotated", "16 bits", "a LoRA in use", "GGUF as stored", "GGUF as stored, a LoRA",
-    "GGUF in floats", "W4A8 as stored", "applied", "applied, rotated", "applied, a LoRA in use", "applied to W4A8",
-    "applied, declined", "text encoder", "protected", "protected, cast", "bf16 fallback", "ComfyUI's INT8",
-)  # fmt: skip
-ASKED = (
-    "nothing", "gelu_tanh", "swiglu", "rms_norm", "rms_norm without weight", "a residual",
-    "a residual and a scale of a channel", "a residual and a scale of a sample", "a residual and a scale of a token",
-    "a residual behind gelu_tanh", "a residual behind swiglu", "all",
-)  # fmt: skip
-
-
-def test_the_table_is_whole(linears):
-    assert tuple(linears.KINDS) == KINDS and tuple(linears.ASKED) == ASKED
+KINDS, ASKED = list(linears.KINDS), list(linears.ASKED)
 
 
 def called(linear, asked, how):
@@ -95,7 +78,7 @@ def expected(linear, asked):
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_linear_follows_its_arguments(linears, make, fused_ops, kind, asked, version):
+def test_a_linear_follows_its_arguments(make, fused_ops, kind, asked, version):
     linear, call = make(kind), linears.ASKED[asked]
     if asked == "a residual" and version == "today" and linears.KINDS[kind].passed_on:
         pytest.skip("ComfyUI's own forward wants a scale with a residual")
@@ -112,14 +95,14 @@ def test_a_linear_follows_its_arguments(linears, make, fused_ops, kind, asked, v
 @pytest.mark.parametrize("how", ("by name, what it needs", "by place"))
 @pytest.mark.parametrize("asked", ("nothing", "swiglu", "a residual and a scale of a sample", "all"))
 @pytest.mark.parametrize("kind", ("INT8", "applied", "protected", "protected, cast", "bf16 fallback"))
-def test_by_place_and_by_name(linears, make, kind, asked, how):
+def test_by_place_and_by_name(make, kind, asked, how):
     linear, call = make(kind), linears.ASKED[asked]
     assert relative_error(called(linear, call, how), expected(linear, call)) <= APART
 
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("kind", ("INT8", "applied", "a LoRA in use"))
-def test_an_input_that_waits(linears, make, kind, asked):
+def test_an_input_that_waits(make, kind, asked):
     def run(call, **others):
         x = linears.ASKED[asked].input()
         with torch.inference_mode():
@@ -133,7 +116,7 @@ def test_an_input_that_waits(linears, make, kind, asked):
 
 
 @pytest.mark.parametrize("kind", ("INT8", "a LoRA in use", "applied", "protected", "text encoder", "bf16 fallback"))
-def test_the_weight_of_a_norm_may_be_the_norm(linears, make, kind, version):
+def test_the_weight_of_a_norm_may_be_the_norm(make, kind, version):
     """As ComfyUI of October 2026 gives it, whose own linears take no arguments again."""
     if kind == "protected" and version == "today":
         pytest.skip("ComfyUI's own forward of that state wants a tensor")
@@ -148,7 +131,7 @@ def test_the_weight_of_a_norm_may_be_the_norm(linears, make, kind, version):
 @pytest.mark.parametrize("shape", ((), (3,), (2, 1, 3)), ids=str)
 @pytest.mark.parametrize("asked", ("gelu_tanh", "swiglu", "rms_norm"))
 @pytest.mark.parametrize("kind", ("INT8", "applied"))
-def test_inputs_of_other_shapes(linears, make, kind, asked, shape):
+def test_inputs_of_other_shapes(make, kind, asked, shape):
     linear, call = make(kind), linears.ASKED[asked]
     x = linears.randn(*shape, call.input().shape[-1], seed=9)
     residual, scale = linears.randn(*shape, linears.N, seed=10), linears.randn(linears.N, seed=11)
@@ -160,7 +143,7 @@ def test_inputs_of_other_shapes(linears, make, kind, asked, shape):
 
 
 @pytest.mark.parametrize("kind", ("INT8", "applied", "protected"))
-def test_a_residual_of_another_dtype_becomes_that_of_the_product(linears, make, kind):
+def test_a_residual_of_another_dtype_becomes_that_of_the_product(make, kind):
     linear, call = make(kind), linears.ASKED["a residual and a scale of a channel"]
     wide = type(call)(**{**call.named(), "residual": call.residual.double()})
     with torch.inference_mode():
@@ -173,7 +156,7 @@ INT8_KINDS = ("INT8", "GGUF as stored", "GGUF in floats", "W4A8 as stored", "app
 
 
 @pytest.mark.parametrize("kind", INT8_KINDS)
-def test_what_nobody_knows_is_refused_and_named(linears, make, kind):
+def test_what_nobody_knows_is_refused_and_named(make, kind):
     linear, x = make(kind), linears.ASKED["nothing"].input()
     for unknown in ({"act_scale": torch.ones(1)}, {"dropout": 0.5}):
         (name,) = unknown
@@ -186,7 +169,7 @@ def test_what_nobody_knows_is_refused_and_named(linears, make, kind):
 
 
 @pytest.mark.parametrize("kind", INT8_KINDS)
-def test_what_asks_for_nothing_is_taken(make, linears, kind):
+def test_what_asks_for_nothing_is_taken(make, kind):
     """ComfyUI gives all arguments in some calls: the next one that it has must not end every image."""
     linear, x = make(kind), linears.ASKED["nothing"].input()
     with torch.inference_mode():
@@ -197,7 +180,7 @@ def test_what_asks_for_nothing_is_taken(make, linears, kind):
 
 
 @pytest.mark.parametrize("kind", ("INT8", "GGUF as stored", "applied", "text encoder", "bf16 fallback", "protected"))
-def test_an_activation_that_only_comfyui_knows(make, linears, kind, monkeypatch, version):
+def test_an_activation_that_only_comfyui_knows(make, kind, monkeypatch, version):
     if version != "today":
         pytest.skip("this ComfyUI's linears take none")
     monkeypatch.setitem(comfy.ops.INPUT_ACT_EAGER, "squared", lambda x: x.relu().square())
@@ -210,7 +193,7 @@ def test_an_activation_that_only_comfyui_knows(make, linears, kind, monkeypatch,
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("form", ("plain", "smoothed", "rotated", "16 bits"))
-def test_in_half_precision(linears, form, dtype):
+def test_in_half_precision(form, dtype):
     linear = linears.loaded(partial(linears.int8, dtype=dtype, **linears.FORMS[form]), dtype=dtype)
     for asked in ASKED:
         call = linears.ASKED[asked].of(dtype)
@@ -226,7 +209,7 @@ QUICK = ("INT8", "GGUF as stored", "applied", "protected")
 
 
 @pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
-def test_compiled(linears, make, kind):
+def test_compiled(make, kind):
     linear = make(kind)
     for asked in ("gelu_tanh", "swiglu", "rms_norm", "a residual and a scale of a sample", "all"):
         torch._dynamo.reset()
@@ -239,7 +222,7 @@ def test_compiled(linears, make, kind):
 
 @pytest.mark.parametrize("kind", ("INT8", "GGUF as stored", "applied", "protected"))
 @pytest.mark.parametrize("asked", ("swiglu", "all"))
-def test_behind_the_hook_of_a_bypass_lora(linears, make, kind, asked):
+def test_behind_the_hook_of_a_bypass_lora(make, kind, asked):
     """It calls the forward that was there with all that it was given."""
 
     class AddsOne(WeightAdapterBase):
@@ -265,7 +248,7 @@ def test_behind_the_hook_of_a_bypass_lora(linears, make, kind, asked):
 
 
 @pytest.mark.parametrize("kind", ("INT8", "smoothed", "applied", "text encoder", "bf16 fallback"))
-def test_a_weight_that_comfyui_casts_once_for_parts_of_an_input(linears, make, kind):
+def test_a_weight_that_comfyui_casts_once_for_parts_of_an_input(make, kind):
     """As its block-sparse attention does with `_forward`."""
     linear, x = make(kind), linears.ASKED["nothing"].input()[0]
     with torch.inference_mode():
@@ -278,7 +261,7 @@ def test_a_weight_that_comfyui_casts_once_for_parts_of_an_input(linears, make, k
         assert relative_error(output, linear(x)) <= APART
 
 
-def test_a_weight_changed_in_use_keeps_activations_of_16_bits(linears, make):
+def test_a_weight_changed_in_use_keeps_activations_of_16_bits(make):
     linear, x = make("text encoder"), linears.ASKED["nothing"].input()
     exact = torch.nn.functional.linear(x, 2 * linear.weight.dequantize(), linear.bias)
     linear.weight_function = [lambda weight: 2 * weight]
@@ -286,7 +269,7 @@ def test_a_weight_changed_in_use_keeps_activations_of_16_bits(linears, make):
         assert relative_error(linear(x), exact) <= 0.001
 
 
-def test_a_gradient_passes(linears, make):
+def test_a_gradient_passes(make):
     linear, call = make("INT8"), linears.ASKED["all"]
     x = call.input().requires_grad_()
     output = linear(x, **call.named())
@@ -301,7 +284,7 @@ def test_a_gradient_passes(linears, make):
 
 @pytest.mark.parametrize("asked", ("gelu_tanh", "swiglu", "rms_norm", "all"))
 @pytest.mark.parametrize("kind", ("INT8", "protected", "protected, cast"))
-def test_a_calibration_sees_what_is_multiplied(linears, make, kind, asked):
+def test_a_calibration_sees_what_is_multiplied(make, kind, asked):
     """And not what the linear is given, which may be twice as wide."""
     linear, call, given, before = make(kind), linears.ASKED[asked], ActivationStatistics(), ActivationStatistics()
     for seen, run in ((given, lambda: called(linear, call, "by name")), (before, lambda: expected(linear, call))):
@@ -311,7 +294,7 @@ def test_a_calibration_sees_what_is_multiplied(linears, make, kind, asked):
     torch.testing.assert_close(given.absmax, before.absmax)
 
 
-def test_recordings_may_end_in_any_order(linears, make):
+def test_recordings_may_end_in_any_order(make):
     """As those of two MODELs with the same modules, beside each other in one guider."""
     linear = make("protected")
     first, second = (observed_linear(linear, ActivationStatistics()) for _ in range(2))
@@ -322,7 +305,7 @@ def test_recordings_may_end_in_any_order(linears, make):
     assert "comfy_force_forward" not in vars(linear) and not linear._forward_pre_hooks
 
 
-def test_under_its_other_name_comfyuis_own_product_is_the_same(linears, make):
+def test_under_its_other_name_comfyuis_own_product_is_the_same(make):
     """Where an INT8 weight has the name that Apply gives it, and this pack does not multiply by it."""
     linear, x = make("applied, declined"), linears.ASKED["nothing"].input()
     with torch.inference_mode():
@@ -332,7 +315,7 @@ def test_under_its_other_name_comfyuis_own_product_is_the_same(linears, make):
 
 
 @pytest.mark.parametrize("kind", ("fused", "applied"))
-def test_an_argument_of_a_hook_that_nobody_knows_is_refused(linears, kind):
+def test_an_argument_of_a_hook_that_nobody_knows_is_refused(kind):
     linear = (
         linears.loaded(linears.int8) if kind == "fused" else linears.applied(linears.native_layer(linears.weight()))
     )

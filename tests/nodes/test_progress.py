@@ -41,17 +41,13 @@ def clock(monkeypatch):
     return clock
 
 
-def progress(steps=1):
-    return Progress(steps)
-
-
 def test_parts_share_one_bar(bar):
     """A part of a part too; one that ends early leaves its room empty, one that takes longer waits at its end, one
     without steps is done at once."""
-    progress(0).part(0.5, 0).step()
+    Progress(0).part(0.5, 0).step()
     assert bar == [0.5]
     bar.clear()
-    job = progress()
+    job = Progress(1)
     sampling = job.part(0.6, 1)
     first, second = sampling.part(0.5, 3), sampling.part(0.5, 2)
     first.step()
@@ -64,7 +60,7 @@ def test_parts_share_one_bar(bar):
 
 
 def test_the_count_of_steps_is_said(bar, texts, clock):
-    job = progress(7)
+    job = Progress(7)
     for _ in range(8):  # an adaptive sampler takes more than it said
         clock.now += 1
         job.step("layer")
@@ -73,7 +69,7 @@ def test_the_count_of_steps_is_said(bar, texts, clock):
 
 def test_the_time_left_is_said(bar, texts, clock):
     """Of the whole job, its later parts included, once it has run for a while."""
-    job = progress(1200)
+    job = Progress(1200)
     part = job.part(600, 3)
     for seconds in (5, 5, 20):
         clock.now += seconds
@@ -85,7 +81,7 @@ def test_the_time_left_is_said(bar, texts, clock):
     said = [text for text, *_ in texts]
     assert said[:3] == ["layer 1 of 3", "layer 2 of 3, about 20 s left", "layer 3 of 3, about 30 s left"]
     assert said[302] == "tensor 300 of 600, about 16 min left" and said[-1] == "tensor 600 of 600"
-    long = progress(100)
+    long = Progress(100)
     clock.now += 60
     long.step("layer")
     assert texts[-1][0] == "layer 1 of 100, about 1 h 39 min left"
@@ -115,7 +111,7 @@ def test_the_quantize_node_shows_one_job(dit, bar, texts, clock, monkeypatch):
 
 
 def test_texts_are_few_and_go_to_the_node_and_the_browser_that_run_it(bar, texts, clock):
-    job = progress(1000)
+    job = Progress(1000)
     for layer in range(1000):
         clock.now += 0.01
         job.part(0.001, 1).say(str(layer))
@@ -125,17 +121,17 @@ def test_texts_are_few_and_go_to_the_node_and_the_browser_that_run_it(bar, texts
 
 def test_without_a_server_or_a_node_there_is_no_text(bar, texts, clock, monkeypatch):
     token = current_executing_context.set(None)
-    progress().say("in no node")
+    Progress(1).say("in no node")
     current_executing_context.reset(token)
     for server in (SimpleNamespace(), SimpleNamespace(PromptServer=SimpleNamespace())):
         monkeypatch.setitem(sys.modules, "server", server)
-        progress().say("no server runs")
+        Progress(1).say("no server runs")
     assert not texts
 
 
 def test_a_cancel_ends_the_job_at_its_next_step(interrupt_at):
     interrupt_at(0.5)
-    job = progress(4)
+    job = Progress(4)
     job.step()
     job.step()
     with pytest.raises(InterruptProcessingException):
