@@ -16,9 +16,6 @@ def of_16_bits(dit, model):
     return {layer for layer, weight in dit.int8_weights(model).items() if weight._params.activation_bits == 16}
 
 
-# Quantized
-
-
 def test_the_fragile_layers_get_them(dit, model, calibration, quantized):
     in_bf16 = dit.quantize(model, 3, calibration=calibration)
     assert of_16_bits(dit, quantized) == set(dit.LINEARS) - set(dit.int8_weights(in_bf16))

@@ -88,9 +88,6 @@ def called(small, preferred):
     return called
 
 
-# Followed and shown
-
-
 def test_the_files_choice_is_followed_and_shown(dit, small, write, preferred, called):
     plain = load(write({}, "plain.safetensors"))
     expected = small.output(plain)
@@ -120,9 +117,6 @@ def test_a_loras_choice_is_followed_and_shown(dit, write, called):
 def test_what_cannot_run_here_is_shown(dit, write, of_today):
     model = load(write({KEY: encoded(CHOICE)}))
     assert dit.described(model) == "as ComfyUI, the choice for 1 layer cannot run here"
-
-
-# Kept
 
 
 @pytest.mark.parametrize("config", (CHOICE, [CHOICE, {"attention": "comfy_kitchen_int8", "tau": 0.25}]))

@@ -46,8 +46,6 @@ def tensors(kv_heads=HEADS, dtype=torch.float32):
 run = partial(overridden, heads=HEADS)
 
 
-# Which calls `auto` takes
-
 TAKEN = {
     "plain": {},
     "masked": {"mask": torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()},
@@ -80,9 +78,6 @@ STAYS = {
 def test_what_stays_comfyuis(core, exact, function, fastest, options):
     exact.fastest, qkv, function = fastest, tensors(), getattr(core, function)
     assert torch.equal(run(function, auto(), qkv, **options), function(*qkv, HEADS)) and exact.calls == 0
-
-
-# On which MODEL it is put
 
 
 def test_on_a_cpu_auto_is_as_comfyui(dit):
@@ -127,9 +122,6 @@ def test_it_is_the_default_of_new_nodes_and_not_of_old_workflows():
         (widget,) = (widget for widget in node.define_schema().inputs if widget.id == "attention")
         assert widget.default == AUTO and widget.options == [AUTO, AS_COMFYUI, INT8, "INT8 (comfy-kitchen)"]
         assert inspect.signature(node.execute).parameters["attention"].default == AS_COMFYUI
-
-
-# Models of every family
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -88,9 +88,6 @@ def protected(model, *blocks):
     return set_attention(model)
 
 
-# Measured
-
-
 def test_a_calibration_shows_the_error_of_each_block(dit, file, calibration):
     """That of the calls which the blocks make, one after another."""
     calls, model = [], dit.stock(file)
@@ -165,9 +162,6 @@ def test_what_layers_choose_computes_while_they_are_recorded(small, preferred, r
     assert bool(small.recorded(model).attention) != chosen
 
 
-# Decided and shown
-
-
 def test_blocks_above_the_budget_keep_exact_attention(dit, file, calibration):
     model, _, table, _ = dit.run_node(dit.stock(file), calibration=calibration)
     found = dit.recipe(model)["attention"]
@@ -180,9 +174,6 @@ def test_blocks_above_the_budget_keep_exact_attention(dit, file, calibration):
     model, _, table, _ = dit.run_node(dit.stock(file))  # without a calibration nothing is said
     assert "attention" not in dit.recipe(model) and "INT8 attention" not in table
     assert dit.described(set_attention(model)) == "INT8 where it fits"
-
-
-# Obeyed
 
 
 def test_int8_attention_leaves_the_block_out(dit, file, quantized, rounded):
@@ -256,9 +247,6 @@ def test_a_model_under_torch_compile_model(compilable, small, dit, monkeypatch, 
     assert counter.frame_count == 1
 
 
-# Kept
-
-
 @pytest.mark.parametrize("form", ("safetensors", "gguf"))
 def test_files_keep_it(dit, quantized, rounded, tmp_path, form):
     path = dit.save(quantized, tmp_path / f"saved.{form}")
@@ -288,9 +276,6 @@ def test_a_recipe_that_says_something_else_says_nothing(dit, quantized, said):
     model = quantized.clone()
     keep_recipe(model, {"attention": said})
     assert dit.described(set_attention(model)) == "INT8 where it fits"
-
-
-# Calibrations in files
 
 
 def test_a_calibrations_file_keeps_it(dit, calibration, tmp_path):

@@ -1,4 +1,7 @@
-"""Files under the names that the diffusers library gives tensors: the same model as under ComfyUI's own."""
+"""Files under the names that the diffusers library gives tensors: the same model as under ComfyUI's own.
+
+Files in floats, and those of other architectures: test_file_formats.py.
+"""
 
 import pytest
 import torch
@@ -30,12 +33,6 @@ def write(dit, tmp_path, tensors):
     return dit.write(tmp_path / "diffusers.safetensors", under_diffusers_names(tensors))
 
 
-def test_a_float_file_computes_what_the_stock_loader_computes(dit, tmp_path):
-    path = write(dit, tmp_path, dit.tensors())
-    assert torch.equal(dit.output(dit.load(path, "bf16")), dit.output(dit.stock(path)))
-    assert torch.equal(dit.output(dit.load(path)), dit.output(dit.load()))
-
-
 @pytest.mark.parametrize(
     "options",
     ({"per_channel": False}, {"per_channel": True}, {"rotation_group": 64}),
@@ -65,9 +62,6 @@ def test_other_formats_under_these_names_are_refused(dit, tmp_path):
     renamed[f"{layer}.comfy_quant"] = encoded({"format": "float8_e4m3fn"})
     with pytest.raises(ValueError, match=rf"fp8.safetensors: {layer} is quantized \(float8_e4m3fn\)"):
         dit.load(dit.write(tmp_path / "fp8.safetensors", renamed))
-
-
-# GGUF
 
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))

@@ -197,9 +197,6 @@ def test_a_cancel_while_blocks_are_decoded(dit, write, decoded, interrupt_at, ke
     assert len(decoded) < (0.2 + share) * whole
 
 
-# Patches
-
-
 def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
     """The device of a streamed weight is not that of its LoRA, and nothing computes with both."""
     model = dit.with_lora(dit.load(write("Q8_0"), memory="as stored"), lora)
@@ -258,9 +255,6 @@ def test_a_lora_that_widens_a_layer_acts_once_and_leaves(dit, write, memory, mod
         comfy.model_management.load_models_gpu([model])
         plain = torch.nn.functional.linear(x[:, :k], held, layer.bias)
         assert dit.relative_error(dit.module(model, name)(x[:, :k]), plain) < 1e-3
-
-
-# What it does not become
 
 
 def test_a_stored_model_is_not_saved_as_int8(dit, write, tmp_path):

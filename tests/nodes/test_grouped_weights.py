@@ -103,9 +103,6 @@ def with_it(dit, tensors, bits, lora):
     return dit.output(dit.with_lora(comfy.sd.load_diffusion_model_state_dict(floats), lora))
 
 
-# What is computed
-
-
 @pytest.mark.parametrize("bits", BITS)
 def test_each_layer_is_as_near_to_its_floats_as_stock(dit, load, stock, bits):
     floats, theirs, ours = models = dit.stock(), stock(bits), load(bits)
@@ -151,9 +148,6 @@ def test_scales_as_plain_bytes_and_the_mark_in_the_metadata(dit, quantized, writ
     assert torch.equal(dit.output(dit.load(path, memory="as stored")), dit.output(load(4)))
 
 
-# Saved
-
-
 @pytest.mark.parametrize("bits", BITS)
 def test_saved_as_stored_it_is_the_file_again(dit, quantized, load, tmp_path, bits):
     model = load(bits, **UNKNOWN)
@@ -192,9 +186,6 @@ def test_saved_with_a_lora_its_layers_are_int8(dit, quantized, load, lora, tmp_p
     saved = load_file(path)
     assert {key for key in saved if key.startswith(f"{layer}.weight")} == {f"{layer}.weight", f"{layer}.weight_scale"}
     assert config_in(saved[f"{layer}.comfy_quant"])["made_by"] == UNKNOWN["made_by"]
-
-
-# Under ComfyUI's own loader
 
 
 @pytest.mark.parametrize("bits", BITS)

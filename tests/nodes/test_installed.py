@@ -82,7 +82,7 @@ def test_a_triton_of_another_pytorch_is_one_line_at_load_and_a_toast_of_each_run
     loaded()
     (line,) = messages(caplog)
     assert line == f"INT8 DiT: Triton does not go with PyTorch: {DETAIL}." and not toasts
-    _load_a_model()
+    LoadINT8DiT.execute("demo_letters_q4_0.gguf", "bf16")  # which the pack brings
     (toast,) = toasts
     assert toast == (
         "a browser",
@@ -102,12 +102,8 @@ def test_a_fallback_for_want_of_triton_is_the_same_toast(loaded, toasts):
 @pytest.mark.parametrize("card, detail", ((True, None), (False, DETAIL)))
 def test_nothing_is_said_of_a_triton_that_goes_with_pytorch_or_without_a_card(loaded, toasts, caplog, card, detail):
     loaded(card, detail=detail)
-    _load_a_model()
-    assert not messages(caplog) and not [event for *_, event in toasts if event["reason"] == "triton"]
-
-
-def _load_a_model():
     LoadINT8DiT.execute("demo_letters_q4_0.gguf", "bf16")  # which the pack brings
+    assert not messages(caplog) and not [event for *_, event in toasts if event["reason"] == "triton"]
 
 
 def test_a_triton_that_raises_when_it_is_imported_stops_nothing(said_at_load, monkeypatch, tmp_path):

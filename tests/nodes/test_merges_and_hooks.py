@@ -222,9 +222,6 @@ def test_a_hook_beside_a_lora_on_stored_blocks(dit, stored, lora, other_file):
     assert dit.relative_error(hooked(dit, dit.with_lora(stored, lora), hook), expected) < NOISE
 
 
-# Behind Apply Fused INT8 Kernel
-
-
 @pytest.mark.parametrize("merge", MERGES.values(), ids=MERGES)
 def test_merging_behind_apply(dit, applied, other_file, merge):
     """With a float MODEL, with one of Load INT8 DiT and with itself, on either side; loaded or not."""

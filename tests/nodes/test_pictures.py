@@ -54,14 +54,7 @@ def texts_of(figure, monkeypatch):
 
 # The quantization report.
 
-IDEOGRAM4 = (
-    "attention.qkv",
-    "attention.o",
-    "feed_forward.w1",
-    "feed_forward.w2",
-    "feed_forward.w3",
-    "adaln_modulation",
-)
+IDEOGRAM4 = ("attention.qkv", "attention.o", "adaln_modulation", *(f"feed_forward.w{n}" for n in (1, 2, 3)))
 LONG = "a_module_with_quite_a_name.in_another_one_with_a_longer_name.that_holds_a_third.query_key_value_projection"
 MODELS = {
     "34 blocks": {f"layers.{block}.{kind}": block for block in range(34) for kind in IDEOGRAM4} | {"llm_cond_proj": 3},
@@ -177,9 +170,6 @@ def test_attention_stands_below_the_linears_of_a_benchmark_that_may_have_none():
     alone, both = plot_times(shapes({"qkv": {}}), "fast", ""), plot_times([], "fast", "", calls(1))
     assert both.shape[1] > alone.shape[1] and both.shape[2] == alone.shape[2]
     assert (both[:, : alone.shape[1]] == alone).all() and both[:, alone.shape[1] :].min() < 0.5
-
-
-# The package that draws.
 
 
 @pytest.mark.slow

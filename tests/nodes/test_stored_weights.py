@@ -58,9 +58,6 @@ def copied(dit, model):
     return {(name, key): t.clone() for name, weight in dit.stored(model).items() for key, t in pieces(weight).items()}
 
 
-# Held and computed with
-
-
 @pytest.mark.parametrize("form", (*FORMS, *DECODED))
 def test_it_computes_what_its_file_stands_for(dit, file, load, form):
     """In floats nearly; resident, streamed and made INT8 while loading the same, as the INT8 weights are the same."""
@@ -112,9 +109,6 @@ def test_with_the_kernel_bf16_it_computes_in_floats(dit, file, load, form, memor
     assert bool(dit.stored(model)) == (form == "Q8_0") and not dit.int8_weights(model)
     torch.testing.assert_close(dit.output(model), file(form).output, rtol=1e-3, atol=1e-3)
     assert form != "W4A8" or "instead of the file's INT8" in str(dit.summarize(model))
-
-
-# Patches
 
 
 @pytest.fixture
@@ -199,9 +193,6 @@ def test_another_kind_of_patch_becomes_part_of_the_product(dit, file, load, lora
     for each in (floats, model):
         each.add_patches({f"diffusion_model.{layer}.weight": (dit.delta(lora, layer),) for layer in dit.LINEARS})
     assert dit.relative_error(dit.output(model), dit.output(floats)) < 0.1
-
-
-# What it does not become, and what it becomes
 
 
 @pytest.mark.parametrize(

@@ -37,19 +37,12 @@ from int8_dit.nodes.linears.int8_weight import LAYOUT, format_of_weight, int8_we
 from int8_dit.nodes.quantization.calibration import Calibration
 from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 from int8_dit.nodes.quantization.recorder import CalibrationRun
-from support.architectures import Architecture
+from support.architectures import ARCHITECTURES, Architecture
 
 TEXT = 4096  # ComfyUI takes no other width for Wan
 IDEOGRAM_SIZES = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 64,
-    "intermediate_size": 256,
-    "adaln_dim": 64,
-    "llm_features_dim": TEXT,
-    "rope_theta": 10000,
-    "mrope_section": (16, 8, 8),
-    "norm_eps": 1e-5,
-}
+    name: size for name, size in ARCHITECTURES["Ideogram 4"].sizes.items() if name not in ("in_channels", "num_layers")
+} | {"llm_features_dim": TEXT}
 WAN_SIZES = {"dim": 128, "ffn_dim": 256, "num_heads": 1, "num_layers": 2, "model_type": "t2v"}
 
 
