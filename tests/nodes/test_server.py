@@ -53,19 +53,6 @@ def draw(server, model_of, text="8", steps=4):
     return recognise(torch.from_numpy(numpy.stack([numpy.asarray(image.convert("L")) for image in images])) / 255)
 
 
-@pytest.mark.parametrize(
-    "widgets", ({}, {"branch": "unconditional", "base_checkpoint": workflows.GLYPH_MODEL}), ids=("old", "ignored")
-)
-def test_workflows_from_before_branch_and_base_checkpoint(server, widgets):
-    """They run without these widgets, which a file with one whole model ignores."""
-
-    def model_of(prompt):
-        inputs = {"model_name": workflows.GLYPH_MODEL, "kernel": "fused int8"}
-        return link(prompt.add("LoadINT8DiT", **inputs | widgets))
-
-    assert draw(server, model_of) == ["8"]
-
-
 def saved_file(server, prompt, node):
     """Run a prompt and return the path of the file that a saving node wrote."""
     return server.saved_path(server.queue(prompt)[node])
@@ -204,20 +191,6 @@ def test_cancel_while_sampling_in_int8(server, int8_file):
     workflows.glyph_images(prompt, workflows.int8_model(prompt, int8_file.name), steps=1000)
     sampler = next(node_id for node_id, node in prompt.items() if node["class_type"] == "SamplerCustomAdvanced")
     assert_stops_and_goes_on(server, prompt, node_id=sampler)
-
-
-def test_the_bf16_fallback_is_a_toast_once_per_run(server):
-    """Two nodes fall back here, and two samplers run on each."""
-    prompt = Prompt()
-    loaded = workflows.int8_model(prompt, workflows.GLYPH_MODEL, kernel="auto")
-    quantized = workflows.uncalibrated_model(prompt, loaded, kernel="auto")
-    for model in (loaded, quantized):
-        for seed in (1, 2):
-            workflows.glyph_images(prompt, model, text="A", steps=1, seed=seed)
-    _, events = listen(server, prompt, lambda event: event["type"] == "execution_success")
-    toasts = [event["data"] for event in events if event["type"] == "int8_dit.warning"]
-    (toast,) = [toast for toast in toasts if toast["reason"] == "bf16"]
-    assert toast["summary"] == "INT8 DiT runs in fp32" and prompt[toast["node"]]["class_type"] == "LoadINT8DiT"
 
 
 def inputs_of(info, inside=""):

@@ -12,10 +12,8 @@ from int8_dit.nodes.attention.attention_override import set_attention
 from int8_dit.nodes.linears.layer_selection import linears
 from int8_dit.nodes.loading import summary
 from int8_dit.nodes.loading.summary import Summary, runs_where
-from support import workflows
 from support.file_formats import encoded, fp8_scaled
 from support.tensors import relative_error
-from support.workflows import Prompt, link
 
 MODULATION = "joint_blocks.0.x_block.adaLN_modulation.1"
 OTHERS = "13 fp32 (small or sensitive)"
@@ -144,19 +142,6 @@ def test_the_short_line_says_what_was_measured_to_be_faster(monkeypatch, native,
     model = SimpleNamespace(load_device=torch.device("cuda"))
     badge = summary.runs_where(model, summary.Summary({"": 8}, "as ComfyUI", 0, native), "auto", "bf16")
     assert (badge.severity, badge.text) == ("good", expected)
-
-
-def test_the_node_shows_it_and_puts_it_out(server):
-    """Also when the loader's result comes out of the cache."""
-    prompt = Prompt()
-    load = prompt.add("LoadINT8DiT", model_name=workflows.GLYPH_MODEL, kernel="fused int8", attention="as ComfyUI")
-    text = prompt.add("PreviewAny", source=link(load, 1))
-    expected = f"21 of 34 {INT8}, {OTHERS}, {ATTENTION}"
-    for _ in range(2):
-        results = server.queue(prompt)
-        assert results[text]["text"] == [expected]
-        (badge,) = results[load]["int8_dit_badges"]
-        assert badge == {"severity": "note", "text": "INT8 without a GPU: 21 of 34", "detail": expected, "reason": ""}
 
 
 @pytest.mark.parametrize("others", ("tensors", "native_int8"))
