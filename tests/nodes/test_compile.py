@@ -7,7 +7,6 @@ import torch
 from comfy.model_patcher import LowVramPatch
 from comfy.weight_adapter.lora import LoRAAdapter
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._functorch.aot_autograd import make_boxed_func
 
 from int8_dit.kernels import LowRank
 from int8_dit.nodes.files.holding import is_stored
@@ -60,21 +59,6 @@ def test_what_stands_for_a_weight_in_a_graph_is_of_its_class(ideogram, stored):
     rebuilt = type(weight).__tensor_unflatten__(parts, context, weight.shape, weight.stride())
     assert type(rebuilt) is type(weight)
     assert torch.equal(rebuilt.dequantize(), weight.dequantize())
-
-
-def test_the_compiler_gets_the_operators(ideogram):
-    targets = []
-
-    def compiler(graph, example_inputs):
-        targets.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
-        return make_boxed_func(graph.forward)
-
-    block = ideogram.block()
-    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=compiler)
-    with torch.inference_mode():
-        torch.compile(block, backend=backend, fullgraph=True)(*ideogram.inputs())
-    assert targets.count(torch.ops.int8_dit.quantize_activations.default) == 5
-    assert targets.count(torch.ops.int8_dit.int8_gemm.default) == 5
 
 
 @pytest.mark.slow

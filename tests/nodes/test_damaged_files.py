@@ -836,7 +836,7 @@ FAMILIES = {
 def test_damage_to_a_family(tmp_path, damages, family):
     whole, path = getattr(models, FAMILIES[damages][0])(family), tmp_path / NAME
     wrong = []
-    for number, damage in enumerate(damages(models, whole)):
+    for number, damage in enumerate(damages(whole)):
         said = models.said_of(
             whole, damage, path, WAYS[number % 2][0] if damages is one_of_each_shape else "fused int8"
         )

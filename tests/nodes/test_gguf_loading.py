@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 from comfy.model_management import InterruptProcessingException
-from comfy.quant_ops import QuantizedTensor
 from comfy.weight_adapter.lora import LoRAAdapter
 
-from int8_dit.kernels import FUSED, NATIVE, quantize_weight
+from int8_dit.kernels import FUSED, NATIVE
 from int8_dit.kernels.card.device import ComputePath
 from int8_dit.nodes.deferred import consumers
 from int8_dit.nodes.files import holding
@@ -74,19 +73,6 @@ def test_nothing_is_written_into_a_file(dit, write, monkeypatch, memory, system)
     for parameter in model.model.diffusion_model.parameters():
         getattr(parameter, "_qdata", parameter).data.add_(1)
     assert Path(path).read_bytes() == before
-
-
-@pytest.mark.parametrize("kind", ("Q8_0", "Q6_K", "IQ4_NL"))
-def test_int8_is_that_of_the_floats(dit, write, kind):
-    """Whether a kernel reads the format, or the package gguf does."""
-    path = write(kind)
-    loaded = dit.int8_weights(dit.load(path))
-    tensors, _ = read_gguf(str(path))
-    assert set(loaded) == set(dit.LINEARS)
-    for name, weight in loaded.items():
-        values = tensors[f"{name}.weight"]
-        q, scale = quantize_weight(values.dequantize() if isinstance(values, QuantizedTensor) else values)
-        assert torch.equal(weight._qdata, q) and torch.equal(weight.params.scale.flatten(), scale)
 
 
 def test_other_floats_and_shapes(dit, write):

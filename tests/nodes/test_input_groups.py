@@ -40,7 +40,7 @@ def test_a_change_in_place_between_two_readers_is_seen(context):
     """Also in inference mode, where nobody counts the changes of a tensor."""
     both, alone = ideogram.block().feed_forward, ideogram.block().feed_forward
     with context():
-        x = hidden(ideogram)
+        x = hidden()
         both.w1(x)
         x.mul_(-3)
         assert torch.equal(both.w3(x), alone.w3(x))
@@ -51,7 +51,7 @@ def test_readers_with_factors_of_their_own_get_inputs_of_their_own():
         generator = torch.Generator().manual_seed(ideogram.INT8_LINEARS.index(name))
         return torch.rand(channels, generator=generator) + 0.1
 
-    block, x = ideogram.block(factors), hidden(ideogram)
+    block, x = ideogram.block(factors), hidden()
     readers = block.feed_forward.w1, block.feed_forward.w3
 
     def products(normed):

@@ -100,25 +100,35 @@ def _minimax(self, x: torch.Tensor) -> torch.Tensor:
     return self.fc2(self.fc1(x), input_act="swiglu")
 
 
-def _ltx_video(self, x: torch.Tensor) -> torch.Tensor:
-    return self.net[2](self.net[0].proj(x), input_act="gelu_tanh")
+def _by_argument(linear: torch.nn.Module, x: torch.Tensor, activation: str) -> torch.Tensor:
+    return linear(x, input_act=activation)
 
 
-class WanFeedForward(torch.nn.Sequential):
-    """[Linear, GELU, Linear], a torch.nn.Sequential in ComfyUI 0.30."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self[2](self[0](x), input_act="gelu_tanh")
+def _by_function(linear: torch.nn.Module, x: torch.Tensor, activation: str) -> torch.Tensor:
+    return comfy.ops.linear_input_act(linear, x, activation)
 
 
-def _wan_init(own: Callable[..., None], feed_forward: type = WanFeedForward) -> Callable[..., None]:
-    @functools.wraps(own)
-    def init(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+def _feed_forwards(ask: Callable[[torch.nn.Module, torch.Tensor, str], torch.Tensor]) -> Iterator[Put]:
+    """Those whose second linear is asked for a GELU, in one of these ways."""
+    wan = comfy.ldm.wan.model
+
+    def ltx_video(self, x: torch.Tensor) -> torch.Tensor:
+        return ask(self.net[2], self.net[0].proj(x), "gelu_tanh")
+
+    class WanFeedForward(torch.nn.Sequential):  # [Linear, GELU, Linear], a torch.nn.Sequential in ComfyUI 0.30
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ask(self[2], self[0](x), "gelu_tanh")
+
+    def init(self: torch.nn.Module, *args: Any, own=wan.WanAttentionBlock.__init__, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
         if type(self.ffn) is torch.nn.Sequential:
-            self.ffn.__class__ = feed_forward
+            self.ffn.__class__ = WanFeedForward
 
-    return init
+    yield Put(comfy.ldm.lightricks.model.FeedForward, "forward", ltx_video)
+    if not hasattr(wan, "WanFeedForward"):
+        yield Put(wan.WanAttentionBlock, "__init__", functools.wraps(wan.WanAttentionBlock.__init__)(init))
+    elif ask is _by_argument:
+        yield Put(wan.WanFeedForward, "forward", WanFeedForward.forward)
 
 
 def _text_encoder(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -153,16 +163,12 @@ def _clone(own: Callable[..., ModelPatcher]) -> Callable[..., ModelPatcher]:
 
 
 def _with_linears_that_take_arguments() -> Iterator[Put]:
-    ops, wan, llama = comfy.ops, comfy.ldm.wan.model, comfy.text_encoders.llama
+    ops, llama = comfy.ops, comfy.text_encoders.llama
     yield Put(ops, "linear_input_act", None)
     yield from _with_arguments(ops.disable_weight_init.Linear)
     yield Put(ops, "mixed_precision_ops", _mixed_precision_ops(ops.mixed_precision_ops))
     yield Put(comfy.ldm.minimax.model.MLP, "forward", _minimax)
-    yield Put(comfy.ldm.lightricks.model.FeedForward, "forward", _ltx_video)
-    if hasattr(wan, "WanFeedForward"):
-        yield Put(wan.WanFeedForward, "forward", WanFeedForward.forward)
-    else:
-        yield Put(wan.WanAttentionBlock, "__init__", _wan_init(wan.WanAttentionBlock.__init__))
+    yield from _feed_forwards(_by_argument)
     yield Put(llama.MLP, "forward", _text_encoder(llama.MLP.forward))
 
 
@@ -180,24 +186,10 @@ def _linear_input_act(linear, x, input_act, act_weight=None, act_eps=0.0, residu
     return linear_residual(product, residual, residual_scale)
 
 
-class _WanFeedForwardOfOctober(torch.nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return comfy.ops.linear_input_act(self[2], self[0](x), "gelu_tanh")
-
-
-def _ltx_video_of_october(self, x: torch.Tensor) -> torch.Tensor:
-    return comfy.ops.linear_input_act(self.net[2], self.net[0].proj(x), "gelu_tanh")
-
-
 def _with_linear_input_act() -> Iterator[Put]:
-    ops, wan = comfy.ops, comfy.ldm.wan.model
-    yield Put(ops, "linear_input_act", _linear_input_act)
-    yield Put(ops, "_fp16_linear_wanted", lambda x: False)  # of a model in fp16 on a GPU with --fast fp16_accumulation
-    yield Put(comfy.ldm.lightricks.model.FeedForward, "forward", _ltx_video_of_october)
-    if not hasattr(wan, "WanFeedForward"):
-        yield Put(
-            wan.WanAttentionBlock, "__init__", _wan_init(wan.WanAttentionBlock.__init__, _WanFeedForwardOfOctober)
-        )
+    yield Put(comfy.ops, "linear_input_act", _linear_input_act)
+    yield Put(comfy.ops, "_fp16_linear_wanted", lambda x: False)  # of fp16 on a GPU with --fast fp16_accumulation
+    yield from _feed_forwards(_by_function)
 
 
 INTERFACES: dict[str, Callable[[], Iterator[Put]]] = {

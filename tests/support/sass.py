@@ -48,11 +48,7 @@ def attention_loop(sass: str) -> AttentionLoop:
     """That of the one kernel in the output of `cuobjdump -sass`: the shortest with products of two kinds, or of one."""
     found = [body for body in loops(sass) if any(name.startswith("HMMA") for name in body)]
     body = min(found, key=len)
-    cycles = {
-        "IMMA": 16,
-        "HMMA.16816.F16": 16,
-        "HMMA.16816.F32": 32,
-    }
+    cycles = {"IMMA": 16, "HMMA.16816.F16": 16, "HMMA.16816.F32": 32}
     tensor = [name for name in body if name.startswith(("IMMA", "HMMA"))]
     taken = sum(next(taken for start, taken in cycles.items() if name.startswith(start)) for name in tensor)
     return AttentionLoop(len(tensor), taken, sum(name.startswith("MUFU") for name in body), len(body))
