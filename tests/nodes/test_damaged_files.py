@@ -32,6 +32,7 @@ from int8_dit.nodes.loading.loaded_checks import check_scaled, unscaled_codes
 from int8_dit.nodes.saving.save import save_gguf_model
 from support import damaged_models as models
 from support import gguf_files, gguf_mutants
+from support import glyph_dit as dit
 from support.file_formats import GROUPED, config_in, encoded, fp8_scaled, in_codes, in_metadata, unrotated
 from support.limits import no_hang, peak_memory
 from support.tensors import relative_error
@@ -42,13 +43,7 @@ NAME = "the model.safetensors"
 WAYS = (("fused int8", "INT8"), ("bf16", "INT8"), ("fused int8", "as stored"))
 
 
-@pytest.fixture
-def it(dit, tmp_path):
-    """What files are made with."""
-    return SimpleNamespace(dit=dit, gguf=gguf_files, mutants=gguf_mutants, folder=tmp_path)
-
-
-def put_file(dit, path, content):
+def put_file(path, content):
     """Write a file of bytes, of tensors, or of tensors and metadata."""
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -58,11 +53,11 @@ def put_file(dit, path, content):
 
 
 @pytest.fixture
-def refuse(dit, tmp_path):
+def refuse(tmp_path):
     """Write a file and assert that it is refused with these words."""
 
     def check(content, *says, name=NAME):
-        path = put_file(dit, tmp_path / name, content)
+        path = put_file(tmp_path / name, content)
         for way in WAYS if name.endswith("gguf") else WAYS[:2]:
             with pytest.raises(ValueError) as error:
                 dit.load(path, *way)
@@ -82,14 +77,14 @@ class Damage(NamedTuple):
     name: str = NAME
 
 
-def packed(dit, layout, **config):
+def packed(layout, **config):
     """A file whose one layer is in one of ComfyUI's own layouts."""
     weights, options = dit.tensors(), {name: value for name, value in config.items() if name != "format"}
     weight = QuantizedTensor.from_float(weights[f"{LAYER}.weight"].float(), f"TensorCore{layout}Layout", **options)
     return weights | weight.state_dict(f"{LAYER}.weight") | {f"{LAYER}.comfy_quant": encoded(config)}
 
 
-def grouped(dit, bits):
+def grouped(bits):
     weights, parts = dit.tensors(), in_codes(unrotated(dit.tensors()[f"{LAYER}.weight"].float(), 4), bits)
     config = {"format": GROUPED[bits], "group_size": 16, "convrot_groupsize": 4}
     codes = {f"{LAYER}.weight{part}": tensor for part, tensor in parts.items()}
@@ -97,62 +92,62 @@ def grouped(dit, bits):
 
 
 WHOLE = {
-    "plain": lambda dit: dit.tensors(),
-    "native": lambda dit: dit.native_int8(),
-    "rotated": lambda dit: dit.native_int8(rotation_group=64),
-    "smoothed": lambda dit: dit.smoothed_int8(),
-    "act16": lambda dit: dit.native_int8() | {f"{LAYER}.comfy_quant": encoded({"format": "int8_act16"})},
-    "fp8": lambda dit: fp8_scaled(dit.tensors(), [LAYER]),
-    "two in fp8": lambda dit: fp8_scaled(dit.tensors(), [LAYER, OTHER]),
-    "two in old fp8": lambda dit: fp8_scaled(dit.tensors(), [LAYER, OTHER], False),
-    "nvfp4": lambda dit: packed(dit, "NVFP4", format="nvfp4"),
-    "mxfp8": lambda dit: packed(dit, "MXFP8", format="mxfp8"),
-    "w4a4": lambda dit: packed(dit, "ConvRotW4A4", format="convrot_w4a4", convrot_groupsize=64),
-    "w4a8": lambda dit: grouped(dit, 4),
-    "w6a8": lambda dit: grouped(dit, 6),
+    "plain": dit.tensors,
+    "native": dit.native_int8,
+    "rotated": lambda: dit.native_int8(rotation_group=64),
+    "smoothed": dit.smoothed_int8,
+    "act16": lambda: dit.native_int8() | {f"{LAYER}.comfy_quant": encoded({"format": "int8_act16"})},
+    "fp8": lambda: fp8_scaled(dit.tensors(), [LAYER]),
+    "two in fp8": lambda: fp8_scaled(dit.tensors(), [LAYER, OTHER]),
+    "two in old fp8": lambda: fp8_scaled(dit.tensors(), [LAYER, OTHER], False),
+    "nvfp4": lambda: packed("NVFP4", format="nvfp4"),
+    "mxfp8": lambda: packed("MXFP8", format="mxfp8"),
+    "w4a4": lambda: packed("ConvRotW4A4", format="convrot_w4a4", convrot_groupsize=64),
+    "w4a8": lambda: grouped(4),
+    "w6a8": lambda: grouped(6),
 }
 
 
-def of_this_pack(it):
+def of_this_pack(tmp):
     """A file that this pack saved, in which every other layer is rotated: its tensors and metadata."""
-    plain = {k: t for k, t in it.dit.native_int8().items() if k.startswith("joint_blocks.0.")}
-    path = it.dit.write(it.folder / "made.safetensors", it.dit.native_int8(rotation_group=64) | plain)
-    with safe_open(it.dit.save(it.dit.load(path), it.folder / "saved.safetensors"), framework="pt") as file:
+    plain = {k: t for k, t in dit.native_int8().items() if k.startswith("joint_blocks.0.")}
+    path = dit.write(tmp / "made.safetensors", dit.native_int8(rotation_group=64) | plain)
+    with safe_open(dit.save(dit.load(path), tmp / "saved.safetensors"), framework="pt") as file:
         return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()
 
 
-def saved_in_q8_cr(it):
-    return Path(save_gguf_model(it.dit.stock(), str(it.folder / "saved.gguf"), {}, "Q8_CR")).read_bytes()
+def saved_in_q8_cr(tmp):
+    return Path(save_gguf_model(dit.stock(), str(tmp / "saved.gguf"), {}, "Q8_CR")).read_bytes()
 
 
-def in_q8_cr(it, tensors=None, layers=None, **said):
+def in_q8_cr(tmp, tensors=None, layers=None, **said):
     """Native INT8 inside of a GGUF file, as molbal's ComfyUI-GGUF has it."""
-    path = it.folder / "made.gguf"
-    it.gguf.write_q8_cr(path, tensors or it.dit.tensors(), layers or it.dit.LINEARS, **said)
+    path = tmp / "made.gguf"
+    gguf_files.write_q8_cr(path, tensors or dit.tensors(), layers or dit.LINEARS, **said)
     return path.read_bytes()
 
 
-def in_gguf(it, tensors, **options):
-    path = it.gguf.write_gguf(it.folder / "made.gguf", tensors, it.gguf.linears_in("Q8_0"), **options)
+def in_gguf(tmp, tensors, **options):
+    path = gguf_files.write_gguf(tmp / "made.gguf", tensors, gguf_files.linears_in("Q8_0"), **options)
     return Path(path).read_bytes()
 
 
 SOURCES = {
-    "nothing": lambda it: (it,),
-    "bytes": lambda it: (it.dit.FILE.read_bytes(),),
+    "nothing": lambda tmp: (tmp,),
+    "bytes": lambda tmp: (dit.FILE.read_bytes(),),
     "of this pack": of_this_pack,
-    "Q8_CR": lambda it: (it.mutants.taken_apart(in_q8_cr(it)),),
+    "Q8_CR": lambda tmp: (gguf_mutants.taken_apart(in_q8_cr(tmp)),),
     **{
-        type: lambda it, type=type: (it.mutants.taken_apart(it.mutants.file_in(type)),)
+        type: lambda tmp, type=type: (gguf_mutants.taken_apart(gguf_mutants.file_in(type)),)
         for type in ("Q8_0", "Q4_K", "IQ4_NL")
     },
 }
 """What a damage changes: one thing, or tensors and metadata, which it is where it is in WHOLE."""
 
 
-def damaged(it, damage):
+def damaged(tmp, damage):
     """The content of a damaged file."""
-    content = SOURCES[damage.whole](it) if damage.whole in SOURCES else (WHOLE[damage.whole](it.dit), {})
+    content = SOURCES[damage.whole](tmp) if damage.whole in SOURCES else (WHOLE[damage.whole](), {})
     made = damage.change(*content)
     if made is not None:
         return made
@@ -242,13 +237,13 @@ def own_memory(tensors):
 def part_of_two(number, share, name):
     """A part of a split model; llama.cpp's know it, whatever their names are."""
 
-    def make(it):
-        whole = it.dit.native_int8() if name.endswith("safetensors") else it.dit.tensors()
+    def make(tmp):
+        whole = dit.native_int8() if name.endswith("safetensors") else dit.tensors()
         cut, names = int(len(whole) * share), sorted(whole)
         tensors = {name: whole[name] for name in (names[:cut] if number == 1 else names[cut:])}
         if name.endswith("safetensors"):
             return tensors
-        return in_gguf(it, tensors, part=(number - 1, 2) if name.startswith("renamed") else None)
+        return in_gguf(tmp, tensors, part=(number - 1, 2) if name.startswith("renamed") else None)
 
     says = (f"part {number} of 2 of a split model", "`gguf-split --merge`", "single-file")
     return Damage("nothing", make, says, name.format(number))
@@ -266,7 +261,7 @@ KINDS = [
         for number in (1, 2)
     ),
     # As llama.cpp's first, on demand. Later ones name no architecture.
-    Damage("nothing", lambda it: in_gguf(it, {}, part=(0, 12)), ("part 1 of 12 of a split model",), "first.gguf"),
+    Damage("nothing", lambda tmp: in_gguf(tmp, {}, part=(0, 12)), ("part 1 of 12 of a split model",), "first.gguf"),
 ]
 
 
@@ -513,9 +508,7 @@ MODELS = [
         ("quantization metadata", f"{LAYER} is marked twice, differently"),
     ),
     Damage(
-        "rotated",
-        with_configs_in_metadata("unet/{}"),
-        ("weight is INT8, and of no layer that the metadata entry",),
+        "rotated", with_configs_in_metadata("unet/{}"), ("weight is INT8, and of no layer that the metadata entry",)
     ),
     *(  # ComfyUI would follow the metadata
         Damage("rotated", told(format=other), (f"{LAYER}.comfy_quant is", "_quantization_metadata says"))
@@ -624,19 +617,19 @@ FILES = (
     ("Q8_CR", saying("{"), f"{CONFIG} is not the bytes of"),
     ("Q8_CR", saying("[]"), f"{CONFIG} is not a JSON"),
     ("Q8_CR", saying(BAD_GROUP), f"{LAYER}: rotation_group 1024 does not divide K = 192"),
-    ("nothing", lambda it: in_q8_cr(it, format="int4_compact_gemm"), "the quantization format 'int4_compact_gemm'"),
+    ("nothing", lambda tmp: in_q8_cr(tmp, format="int4_compact_gemm"), "the quantization format 'int4_compact_gemm'"),
     (
         "nothing",
-        lambda it: in_q8_cr(it, it.dit.tensors() | {TABLE: torch.ones(8, 64)}, [TABLE]),
+        lambda tmp: in_q8_cr(tmp, dit.tensors() | {TABLE: torch.ones(8, 64)}, [TABLE]),
         f"{TABLE} is in Q8_CR and no weight of a layer",
     ),
     *(  # early forms of its 4 bits
-        ("nothing", lambda it, other=other: in_q8_cr(it, four_bits=it.dit.LINEARS, **other), "joint_blocks", *EARLY)
+        ("nothing", lambda tmp, other=other: in_q8_cr(tmp, four_bits=dit.LINEARS, **other), "joint_blocks", *EARLY)
         for other in ({"backing": None}, {"backing": "awq"}, {"quant_group_size": 128})
     ),
     (
         "nothing",
-        lambda it: saved_in_q8_cr(it).replace(b'groupsize": 64}', b'groupsize": 16}', 1),
+        lambda tmp: saved_in_q8_cr(tmp).replace(b'groupsize": 64}', b'groupsize": 16}', 1),
         *(" was ", "when the file was saved"),
     ),
 )
@@ -646,18 +639,18 @@ DAMAGES = [*BYTES, *KINDS, *MODELS, *GGUF]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: "; ".join(damage.says)[-60:])
-def test_a_damaged_file_is_refused(it, refuse, damage):
-    refuse(damaged(it, damage), *damage.says, name=damage.name)
+def test_a_damaged_file_is_refused(tmp_path, refuse, damage):
+    refuse(damaged(tmp_path, damage), *damage.says, name=damage.name)
 
 
 @pytest.mark.parametrize("format", ("int9_rowwise", "awq_w4a16", "fp16_linear", None, []))
-def test_a_format_that_nobody_reads(dit, refuse, format, monkeypatch):
+def test_a_format_that_nobody_reads(refuse, format, monkeypatch):
     monkeypatch.setattr("int8_dit.nodes.files.reading.layer_checks.QUANT_ALGOS", {})  # a later ComfyUI knows some
     says = f"the quantization format {format!r}, which neither INT8 DiT nor this ComfyUI reads. Update ComfyUI"
     refuse(dit.native_int8() | {f"{LAYER}.comfy_quant": encoded({"format": format})}, f"{LAYER}.comfy_quant", says)
 
 
-def test_a_huge_mark_is_not_decoded(dit, monkeypatch):
+def test_a_huge_mark_is_not_decoded(monkeypatch):
     monkeypatch.setattr(quant_config, "json_object", None)
     with pytest.raises(ValueError, match="not a mark: it has 100000000 bytes"):
         quant_config.decode_config(torch.zeros(1, dtype=torch.uint8).expand(100_000_000))
@@ -683,7 +676,7 @@ def test_a_pickle_is_never_loaded(refuse, tmp_path, name):
     assert trap.exists()  # the trap works
 
 
-def test_a_file_that_is_not_there_is_the_disks_error(dit, tmp_path):
+def test_a_file_that_is_not_there_is_the_disks_error(tmp_path):
     with pytest.raises(OSError, match=r"gone\.safetensors"):
         dit.load(tmp_path / "gone.safetensors")
 
@@ -692,9 +685,9 @@ def test_a_file_that_is_not_there_is_the_disks_error(dit, tmp_path):
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_a_whole_file_is_near_the_original(dit, tmp_path, kind):
+def test_a_whole_file_is_near_the_original(tmp_path, kind):
     """What is damaged above loads as it is, with either kernel."""
-    path = dit.write(tmp_path / NAME, WHOLE[kind](dit))
+    path = dit.write(tmp_path / NAME, WHOLE[kind]())
     original = dit.output(dit.stock())
     for way in WAYS[:2]:
         assert dit.relative_error(dit.output(dit.load(path, *way)), original) < 0.3
@@ -724,18 +717,18 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("damage", HARMLESS.values(), ids=HARMLESS)
-def test_what_is_no_damage(it, tmp_path, damage):
-    expected = it.dit.output(it.dit.load(it.dit.write(tmp_path / "whole.safetensors", WHOLE[damage.whole](it.dit))))
-    output = it.dit.output(it.dit.load(put_file(it.dit, tmp_path / damage.name, damaged(it, damage))))
+def test_what_is_no_damage(tmp_path, damage):
+    expected = dit.output(dit.load(dit.write(tmp_path / "whole.safetensors", WHOLE[damage.whole]())))
+    output = dit.output(dit.load(put_file(tmp_path / damage.name, damaged(tmp_path, damage))))
     assert relative_error(output, expected) < 1e-5
 
 
-def test_a_whole_gguf_file_may_be_called_a_part(it, tmp_path):
-    path = put_file(it.dit, tmp_path / "a-00001-of-00002.gguf", in_gguf(it, it.dit.tensors(), part=(0, 0)))
-    assert it.dit.int8_weights(it.dit.load(path))
+def test_a_whole_gguf_file_may_be_called_a_part(tmp_path):
+    path = put_file(tmp_path / "a-00001-of-00002.gguf", in_gguf(tmp_path, dit.tensors(), part=(0, 0)))
+    assert dit.int8_weights(dit.load(path))
 
 
-def test_zero_scales_of_zeros(dit, tmp_path):
+def test_zero_scales_of_zeros(tmp_path):
     """An all-zero channel has the scale 0, and so has an all-zero weight."""
     tensors = dit.native_int8()
     for rows in ([5, 9], slice(None)):
@@ -745,10 +738,10 @@ def test_zero_scales_of_zeros(dit, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ("two in fp8", "two in old fp8"))
-def test_a_plain_fp8_weight_beside_scaled_ones(it, tmp_path, kind):
-    plain = it.dit.tensors()[f"{LAYER}.weight"].to(torch.float8_e4m3fn)
-    tensors, _ = damaged(it, Damage(kind, only("bias"), ()))
-    it.dit.load(it.dit.write(tmp_path / NAME, tensors | {f"{LAYER}.weight": plain}))
+def test_a_plain_fp8_weight_beside_scaled_ones(tmp_path, kind):
+    plain = dit.tensors()[f"{LAYER}.weight"].to(torch.float8_e4m3fn)
+    tensors, _ = damaged(tmp_path, Damage(kind, only("bias"), ()))
+    dit.load(dit.write(tmp_path / NAME, tensors | {f"{LAYER}.weight": plain}))
 
 
 @pytest.mark.parametrize(
@@ -765,11 +758,11 @@ def test_a_plain_fp8_weight_beside_scaled_ones(it, tmp_path, kind):
         ("comfy_quant", lambda _: encoded({"convrot": True, "convrot_groupsize": 64, "per_row": True})),
     ),
 )
-def test_what_others_write_of_the_same_layer_is_read(dit, tmp_path, part, change):
+def test_what_others_write_of_the_same_layer_is_read(tmp_path, part, change):
     """As by ComfyUI, and with metadata that say less of what the tensors show."""
     tensors, key = dit.native_int8(rotation_group=64), f"{LAYER}.{part}"
     new = change(tensors[key])
-    says = part != "comfy_quant" or "format" in config_in(new)
+    says = part != "comfy_quant" or ("format" in config_in(new) and "params" not in config_in(new))
     metadata = in_metadata({LAYER: {**PLAIN, "convrot": True, "convrot_groupsize": 64}}) if says else {}
     expected, found = (
         dit.int8_weights(dit.load(dit.write(tmp_path / name, held, metadata)))[LAYER]
@@ -792,7 +785,7 @@ def test_a_convolution_that_comfyui_scales_is_taken():
 
 
 @pytest.mark.parametrize("name", ("joint_blocks.1.x{}.weight", "q{}.5.x{}.weight", "q.{}.x{}.bias"))
-def test_thousands_of_tensors_that_the_model_does_not_need(dit, tmp_path, name):
+def test_thousands_of_tensors_that_the_model_does_not_need(tmp_path, name):
     """What took minutes, as each was compared with each."""
     extra = {name.format(number, number): torch.ones(1) for number in range(8000)}
     path = dit.write(tmp_path / NAME, dit.tensors() | extra)
@@ -878,7 +871,7 @@ def test_a_table_of_indices_that_a_model_has(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def on_card(dit, monkeypatch):
+def on_card(monkeypatch):
     """As if the CPU were a card, and all tensors large."""
     checks = "int8_dit.nodes.loading.loaded_checks"
     management = SimpleNamespace(is_device_cpu=lambda device: False)
@@ -889,7 +882,7 @@ def on_card(dit, monkeypatch):
 
 @pytest.mark.parametrize("value", (math.nan, -math.inf, 1e30))
 @pytest.mark.parametrize("key", (f"{LAYER}.weight", "context_embedder.weight", "x_embedder.proj.bias"))
-def test_a_large_tensor_on_a_card(dit, on_card, tmp_path, key, value):
+def test_a_large_tensor_on_a_card(on_card, tmp_path, key, value):
     """Looked at there, before the first step."""
     weights = dit.tensors()
     weights[key].view(-1)[7] = value
@@ -899,12 +892,12 @@ def test_a_large_tensor_on_a_card(dit, on_card, tmp_path, key, value):
             dit.sample(model.clone())
 
 
-def test_what_a_patch_does_is_not_blamed_on_the_file(dit, on_card):
+def test_what_a_patch_does_is_not_blamed_on_the_file(on_card):
     model = dit.with_lora(dit.load(kernel="bf16"), dit.lora([LAYER], math.nan))
     assert dit.sample(model).isnan().any()
 
 
-def test_whole_tensors_are_looked_at_once(dit, on_card, monkeypatch):
+def test_whole_tensors_are_looked_at_once(on_card, monkeypatch):
     model = dit.load(kernel="bf16")
     dit.sample(model)
     monkeypatch.setattr("int8_dit.nodes.loading.loaded_checks.check_finite", None)
@@ -914,7 +907,7 @@ def test_whole_tensors_are_looked_at_once(dit, on_card, monkeypatch):
 @pytest.mark.parametrize(
     "value, says", ((1e30, rf"{LAYER}.weight holds 1e\+30"), (math.nan, f"{LAYER}.*NaN or Inf in output channel 3"))
 )
-def test_a_large_weight_that_becomes_int8(dit, tmp_path, monkeypatch, value, says):
+def test_a_large_weight_that_becomes_int8(tmp_path, monkeypatch, value, says):
     """It is not searched: its quantization finds what no weight has."""
     monkeypatch.setattr("int8_dit.nodes.files.reading.layer_checks._SMALL", 0)
     weights = dit.tensors()
@@ -931,26 +924,26 @@ MOST_MEMORY = 1 << 30
 
 
 @pytest.mark.slow
-def test_a_tokenizer(it, tmp_path):
+def test_a_tokenizer(tmp_path):
     """Of a model that has its text encoder's beside it: its arrays are passed over, and make no object of each item."""
-    number, whole, path = 1 << 20, it.mutants.file_in("Q8_0"), tmp_path / "a.gguf"
+    number, whole, path = 1 << 20, gguf_mutants.file_in("Q8_0"), tmp_path / "a.gguf"
     texts = array(8, number // 4, (struct.pack("<Q", 3) + b"abc") * (number // 4))
-    file = it.mutants.taken_apart(whole)
+    file = gguf_mutants.taken_apart(whole)
     file.values += [*((b"scores%d" % n, *array(6, number, bytes(4 * number))) for n in range(4)), (b"t", *texts)]
     path.write_bytes(file.written())
     tracemalloc.start()
     try:
-        model = it.dit.load(path)
+        model = dit.load(path)
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert most < 1 << 26
     path.write_bytes(whole)
-    assert it.dit.forward(model).equal(it.dit.forward(it.dit.load(path)))
+    assert dit.forward(model).equal(dit.forward(dit.load(path)))
 
 
 @pytest.mark.slow
-def test_mutants_are_refused_or_right(dit, tmp_path):
+def test_mutants_are_refused_or_right(tmp_path):
     """Each in one clear error, or it computes what the whole file does."""
     pytest.importorskip("resource")  # Windows has none
     path, expected = tmp_path / "the mutant.gguf", {}
