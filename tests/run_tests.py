@@ -24,7 +24,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 ON_A_CARD = (
     "tests/kernels",
     "--ignore=tests/kernels/test_machine_code.py",
-    "tests/nodes/test_int8_attention_gpu.py",
+    "tests/nodes/attention/test_attention_on_gpu.py",
     "tests/nodes/test_memory_modes.py",
     "tests/nodes/test_one_seed.py",
     "tests/nodes/test_second_gpu.py",

@@ -1,6 +1,6 @@
 """Weights that stay in the form of their file, GGUF's blocks and codes of 4 or 6 bits: held, computed with, patched.
 
-What is of one of these forms alone: test_gguf_loading.py, test_grouped_weights.py.
+What is of one of these forms alone: test_gguf_file.py, test_grouped_weights.py.
 """
 
 import os

@@ -291,7 +291,7 @@ def test_architectures_are_named_as_comfyui_gguf_names_them(warned):
 
 @pytest.mark.parametrize("share", (0, 0.5))
 def test_a_cancel_while_saving(dit, target, interrupt_at, share):
-    """Nothing is left. What else goes wrong while writing, tests/nodes/test_saving.py has."""
+    """Nothing is left. What else goes wrong while writing, tests/nodes/saving/test_save.py has."""
     paths, assert_untouched = target
     interrupt_at(share)
     with pytest.raises(InterruptProcessingException):
