@@ -1,6 +1,6 @@
 """Fixtures of the node tests: a real ComfyUI and this pack in this process, on the CPU's eager reference.
 
-Both are imported before the tests are, so that these can import of them like of any package.
+Both are imported before the modules of tests are, so that these can import of them like of any package.
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ class _WithoutComfyUI(pytest.Module):
         pytest.skip("COMFYUI_PATH is not set (tests/run_tests.py sets it)")
 
 
-if path := os.environ.get("COMFYUI_PATH"):
-    import_comfyui(Path(path).resolve(), cpu=True)
-    import_pack()
-
-    from support import glyph_dit, small_models
-else:
-
-    def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
-        """Modules of tests are not imported where what they import is not there."""
-        return _WithoutComfyUI.from_parent(parent, path=module_path)
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Make what a module of tests imports importable, and not before: operators are those of the copy of kernels/ that
+    is imported first, and tests/kernels, which are collected before these, have their own."""
+    if path := os.environ.get("COMFYUI_PATH"):
+        import_comfyui(Path(path).resolve(), cpu=True)
+        import_pack()
+        return None
+    return _WithoutComfyUI.from_parent(parent, path=module_path)
 
 
 @pytest.fixture(scope="session")
 def dit() -> ModuleType:
+    from support import glyph_dit
+
     return glyph_dit
 
 
 @pytest.fixture(scope="session")
 def small() -> ModuleType:
+    from support import small_models
+
     return small_models
 
 
