@@ -1,11 +1,10 @@
-"""The progress of a node's job: one bar that never runs back, a few texts a second, the cancel button."""
+"""The progress of a node's job: one bar that never runs back, a few texts a second. A cancel: the tests of the jobs."""
 
 import sys
 from types import SimpleNamespace
 
 import comfy.utils
 import pytest
-from comfy.model_management import InterruptProcessingException
 from comfy_execution.utils import CurrentNodeContext, current_executing_context
 
 from int8_dit.nodes.host.work import Progress
@@ -127,12 +126,3 @@ def test_without_a_server_or_a_node_there_is_no_text(bar, texts, clock, monkeypa
         monkeypatch.setitem(sys.modules, "server", server)
         Progress(1).say("no server runs")
     assert not texts
-
-
-def test_a_cancel_ends_the_job_at_its_next_step(interrupt_at):
-    interrupt_at(0.5)
-    job = Progress(4)
-    job.step()
-    job.step()
-    with pytest.raises(InterruptProcessingException):
-        job.step()

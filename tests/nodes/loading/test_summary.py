@@ -2,13 +2,11 @@
 
 from types import SimpleNamespace
 
-import comfy_kitchen
 import pytest
 import torch
 from comfy.quant_ops import QuantizedTensor
 from safetensors.torch import load_file
 
-from int8_dit.nodes.attention.attention_override import set_attention
 from int8_dit.nodes.linears.layer_selection import linears
 from int8_dit.nodes.loading import summary
 from int8_dit.nodes.loading.summary import Summary, runs_where
@@ -101,14 +99,6 @@ def test_attention_of_another_node(dit, line):
     model = dit.load()
     model.model_options["transformer_options"]["optimized_attention_override"] = lambda func, *a, **k: func(*a, **k)
     assert line(model).endswith("attention as another node set it")
-
-
-def test_int8_attention(dit, line, monkeypatch):
-    monkeypatch.setattr(comfy_kitchen, "int8_attention", print, raising=False)
-    monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device: True, raising=False)
-    model = dit.load()
-    set_attention(model, "INT8 (comfy-kitchen)")
-    assert line(model).endswith("attention INT8 (comfy-kitchen) where it fits")
 
 
 @pytest.mark.parametrize(
