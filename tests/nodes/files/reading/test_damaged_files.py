@@ -781,7 +781,7 @@ def test_a_convolution_that_comfyui_scales_is_taken():
     for scale, fails in ((1.0, True), (0.25, False)):
         root["conv"].weight.data = codes.float() * scale
         with pytest.raises(ValueError, match=r"conv\.weight") if fails else contextlib.nullcontext():
-            check_scaled(model, unscaled_codes(tensors), operations)
+            check_scaled(model, unscaled_codes(tensors, quant_config.marked_layers(tensors)), operations)
 
 
 @pytest.mark.parametrize("name", ("joint_blocks.1.x{}.weight", "q{}.5.x{}.weight", "q.{}.x{}.bias"))

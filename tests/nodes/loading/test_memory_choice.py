@@ -2,17 +2,24 @@
 
 from types import SimpleNamespace
 
+import comfy.model_management as management
+import comfy.supported_models
 import pytest
 import torch
+from comfy.model_base import BaseModel
 
-from support.pack import from_pack
+from int8_dit.nodes import load_int8_dit
+from int8_dit.nodes.files.holding import is_gguf
+from int8_dit.nodes.files.reading.checkpoint import read_checkpoint
+from int8_dit.nodes.loading import memory_choice
+from int8_dit.nodes.loading.summary import summarize
+from support import gguf_files as files
 
-files = from_pack("support.gguf_files")
 GB = 10**9
 
 
 @pytest.fixture
-def gguf_file(dit, files, tmp_path):
+def gguf_file(dit, tmp_path):
     """A file of the glyph model, whose rows of 768 weights are in a K-quant."""
 
     def write(kind):
@@ -22,9 +29,8 @@ def gguf_file(dit, files, tmp_path):
 
 
 @pytest.fixture
-def free(pack, monkeypatch):
+def free(monkeypatch):
     """Set what is free for weights on the card, and on the host."""
-    from int8_dit.nodes.loading import memory_choice
 
     def set_free(card, host=100 * GB):
         monkeypatch.setattr(memory_choice, "free_for_weights", lambda *_: card)
@@ -34,26 +40,22 @@ def free(pack, monkeypatch):
 
 
 @pytest.fixture
-def sizes(pack):
+def sizes():
     """Bytes of a file's MODEL as INT8, and as stored."""
 
     def measure(path):
-        from int8_dit.nodes.files.reading.checkpoint import read_checkpoint
-        from int8_dit.nodes.loading.memory_choice import held_bytes
 
-        return held_bytes(read_checkpoint(str(path)), torch.float32)
+        return memory_choice.held_bytes(read_checkpoint(str(path)), torch.float32)
 
     return measure
 
 
 def held_layers(model):
-    from int8_dit.nodes.files.holding import is_gguf
 
     return sum(is_gguf(getattr(module, "weight", None)) for module in model.model.diffusion_model.modules())
 
 
 def line(model):
-    from int8_dit.nodes.loading.summary import summarize
 
     return str(summarize(model))
 
@@ -86,7 +88,6 @@ def test_the_sizes_are_those_of_the_models(dit, gguf_file, sizes):
 
 def test_bits_that_take_more_than_int8_are_never_kept(dit, gguf_file, free, monkeypatch):
     """Q8_0 has 8.5 bits a weight; only layers that are never INT8 take less in it."""
-    from int8_dit.nodes.loading import memory_choice
 
     monkeypatch.setattr(memory_choice, "is_quantizable", lambda name, shape: True)
     free(card=0)
@@ -118,7 +119,6 @@ def test_a_second_model_holds_weights_as_the_first_does(dit, gguf_file, free):
 
 
 def test_the_two_models_of_a_step_must_fit_together(dit, gguf_file, free, sizes, monkeypatch):
-    from int8_dit.nodes.loading import memory_choice
 
     path = gguf_file("Q4_K")
     int8, stored = sizes(path)
@@ -131,18 +131,14 @@ def test_the_two_models_of_a_step_must_fit_together(dit, gguf_file, free, sizes,
         assert choice.why.startswith("weights of both models as ")
 
 
-def test_what_comfyui_would_unload_counts_as_free(pack, monkeypatch):
-    import comfy.model_management as management
-    from comfy.supported_models import ZImage
+def test_what_comfyui_would_unload_counts_as_free(monkeypatch):
 
-    from int8_dit.nodes.loading.memory_choice import free_for_weights
-
-    device, architecture = torch.device("cpu"), ZImage({})
+    device, architecture = torch.device("cpu"), comfy.supported_models.ZImage({})
     monkeypatch.setattr(management, "get_free_memory", lambda *_: 8 * GB)
-    before = free_for_weights(architecture, device, torch.bfloat16)
+    before = memory_choice.free_for_weights(architecture, device, torch.bfloat16)
     loaded = [SimpleNamespace(device=at, model_loaded_memory=lambda: 3 * GB) for at in (device, torch.device("meta"))]
     monkeypatch.setattr(management, "current_loaded_models", loaded)
-    assert free_for_weights(architecture, device, torch.bfloat16) == before + 3 * GB
+    assert memory_choice.free_for_weights(architecture, device, torch.bfloat16) == before + 3 * GB
 
 
 @pytest.mark.parametrize(
@@ -155,13 +151,8 @@ def test_what_comfyui_would_unload_counts_as_free(pack, monkeypatch):
         ("LTXV", 26 * 15 * 11),
     ),
 )
-def test_the_step_that_is_set_aside_is_an_image_or_a_video(pack, monkeypatch, kind, area):
+def test_the_step_that_is_set_aside_is_an_image_or_a_video(monkeypatch, kind, area):
     """As much as ComfyUI's own BaseModel.memory_required expects of it, for one of a batch."""
-    import comfy.model_management as management
-    import comfy.supported_models
-    from comfy.model_base import BaseModel
-
-    from int8_dit.nodes.loading.memory_choice import free_for_weights
 
     architecture = getattr(comfy.supported_models, kind)({})
     monkeypatch.setattr(management, "get_free_memory", lambda *_: 100 * GB)
@@ -173,12 +164,11 @@ def test_the_step_that_is_set_aside_is_an_image_or_a_video(pack, monkeypatch, ki
         get_dtype_inference=lambda: torch.bfloat16,
     )
     expected = BaseModel.memory_required(model, (1, 16, area)) + management.extra_reserved_memory()
-    set_aside = 100 * GB - free_for_weights(architecture, torch.device("cpu"), torch.bfloat16)
+    set_aside = 100 * GB - memory_choice.free_for_weights(architecture, torch.device("cpu"), torch.bfloat16)
     assert set_aside == pytest.approx(expected, abs=1)
 
 
-def test_a_workflow_from_before_the_choice_gets_int8(pack, monkeypatch):
-    from int8_dit.nodes import load_int8_dit
+def test_a_workflow_from_before_the_choice_gets_int8(monkeypatch):
 
     asked = {}
     monkeypatch.setattr(load_int8_dit, "model_path", str)
