@@ -114,7 +114,6 @@ def report(kernel) -> dict:
         "loop": next(((loop.tensor, loop.instructions) for _, loop in main_loops(sass)), None),
         **{name: mnemonics.count(name) for name in COUNTED},
         "spills_in_loops": sum(name.startswith(("LDL", "STL")) for body in loops(sass) for name in body),
-        "instructions": len(mnemonics) - mnemonics.count("NOP"),
         "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
         "stack": int(re.search(r"STACK:(\d+)", usage).group(1)),
         "local": int(re.search(r"LOCAL:(\d+)", usage).group(1)),
