@@ -17,7 +17,6 @@ from kernels.ahead import calls_ahead as ahead
 from kernels.card import device as card_device
 from kernels.card.timing import Stopwatch
 from kernels.internals import triton_runtime
-from kernels.kept import KEPT
 from kernels.launching import background as background_module
 from kernels.launching import launching
 from kernels.launching.background import Background, foreground
@@ -33,8 +32,10 @@ from kernels.weights.weight_ops import expand_codes, expand_gguf, gguf_channel_s
 from kernels.weights.weight_reference import GroupedCodes
 from support.tensors import DEVICE, random_float
 
+pytestmark = pytest.mark.usefixtures("nothing_kept")
+
 PROJECT = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_tasks_are_done_by_their_ranks_and_an_error_ends_nothing():
@@ -181,6 +182,14 @@ def launch(monkeypatch):
 AT_ONCE = SimpleNamespace(submit=lambda rank, task: task())
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """Which launches are to be compiled, each with who compiles it and its rank; none is."""
+    found = []
+    monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: found.append((by, rank, launch)))
+    return found
+
+
 def test_a_kernel_is_compiled_once_whoever_asks(launch):
     waiting = []
     late = SimpleNamespace(submit=lambda rank, task: waiting.append(task))
@@ -221,7 +230,7 @@ def test_what_the_first_kernel_waits_for_is_begun_for_a_gpu(monkeypatch):
     monkeypatch.setattr(triton_runtime, "triton_key", lambda: begun.append("hash"))
     ahead.prepare_compiling(CPU)
     assert not begun
-    ahead.prepare_compiling(torch.device("cuda", 0))
+    ahead.prepare_compiling(GPU)
     assert begun == ["driver", "hash"]
 
 
@@ -236,7 +245,7 @@ def test_a_driver_that_fails_while_comfyui_starts_is_asked_again(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(triton_runtime, "check_driver", fails)
         with pytest.raises(RuntimeError, match="no C compiler"):
-            ahead.prepare(torch.device("cuda", 0))
+            ahead.prepare(GPU)
     monkeypatch.setattr(triton_runtime, "check_driver", lambda: None)
     assert card_device.triton_error() is None
     card_device.triton_error.cache_clear()
@@ -268,18 +277,15 @@ def test_what_failed_beside_the_calls_is_tried_again_by_one(launch):
     assert launch._kernel.compiled == ["alone", "launched"]
 
 
-def test_calls_at_once_do_not_wait_for_the_kernel(monkeypatch):
+def test_calls_at_once_do_not_wait_for_the_kernel(monkeypatch, asked):
     """They ask for it, in the form that they launch, and compute in plain PyTorch until it is there."""
-    asked, blocks = [], StandIn((8, 68), torch.uint8, torch.device("cuda", 0))
+    blocks = StandIn((8, 68), torch.uint8, GPU)
     monkeypatch.setattr(launching, "COMPILES_ALONE", True)
-    monkeypatch.setattr(Launch, "compile_by", lambda launch, threads, rank, *given: asked.append(launch))
-    KEPT.clear()
     layout = launch_gguf_channel_scales((blocks,), "Q8_0")
     assert not layout.need_not_wait((blocks,), [((8,), torch.float32)])
-    (launch,) = asked
+    ((_, _, launch),) = asked
     launch.is_compiled = True
-    assert layout.need_not_wait((blocks,), [((8,), torch.float32)]) and asked == [launch, launch]
-    KEPT.clear()
+    assert layout.need_not_wait((blocks,), [((8,), torch.float32)]) and [each for *_, each in asked] == [launch] * 2
 
 
 @pytest.mark.parametrize("is_compiled", (True, False))
@@ -315,14 +321,12 @@ def test_calls_find_the_launch_that_stand_ins_asked_for(config, m, other_m):
     assert launches[0] is launches[1]
 
 
-def test_calls_find_the_quantizer_that_stand_ins_asked_for(monkeypatch):
-    asked = []
-    monkeypatch.setattr(Launch, "compile_by", lambda launch, *given: asked.append(launch))
+def test_calls_find_the_quantizer_that_stand_ins_asked_for(asked):
     for make in (stand_in, real):
         x, made = make((4096, 256), torch.bfloat16), [make((4096, 256), torch.int8), make((4096,), torch.float32)]
         smooth = make((256,), torch.float32)
         launch_quantize_activations((x, smooth), 64, 8).compile_by(None, 0, (x, smooth), made)
-    assert asked[0] is asked[1]
+    assert asked[0][-1] is asked[1][-1]
 
 
 @pytest.fixture
@@ -331,6 +335,7 @@ def card(monkeypatch):
     card = SimpleNamespace(multi_processor_count=82, major=8, minor=6)
     monkeypatch.delenv("INT8_DIT_TUNING", raising=False)
     monkeypatch.setattr(triton_runtime, "COMPILES_ALONE", True)
+    monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     answers = {"current_device": 0, "get_device_name": "a card", "is_current_stream_capturing": False}
     monkeypatch.setattr(launching, "current_device", lambda: 0)
@@ -363,8 +368,7 @@ def test_calls_try_tiles_and_settle(card, monkeypatch, calls_a_try):
     monkeypatch.setattr(gemm, "tuner", tuner)
     monkeypatch.setattr(Launch, "__call__", run)
     monkeypatch.setattr(Launch, "compile_by", compile_by)
-    KEPT.clear()
-    on_card = partial(StandIn, device=torch.device("cuda", 0))
+    on_card = partial(StandIn, device=GPU)
     q, weight, scale, weight_scale, _, out = operands_of(on_card, 4096, 4608, 1024)
     tuned, calls_made = gemm.TunedGemm(), 0
     while tuned._aligned is None and calls_made < 5000:
@@ -379,18 +383,16 @@ def test_calls_try_tiles_and_settle(card, monkeypatch, calls_a_try):
     assert len({*launched}) == len(kernels) == len(compiled) > 2 and compiled[0][0] == 0
     tuned((q, scale, weight, weight_scale, None), (out,))
     assert launched[-1] is tuned._aligned._launch
-    KEPT.clear()
 
 
-def test_what_a_models_linears_launch_is_compiled(card, monkeypatch):
+def test_what_a_models_linears_launch_is_compiled(card, monkeypatch, asked):
     """The quantizers, and the rule's tile for images and for texts; the largest first, each once."""
-    asked, last, later = [], [], []
+    last, later = [], []
     monkeypatch.setattr(Background, "submit_later", lambda by, seconds, rank, task: later.append((seconds, task)))
     monkeypatch.setattr(gemm.tuner, "_known", lambda key: None)
-    monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append((by, rank, launch)))
     monkeypatch.setattr(ahead, "beside_loading", SimpleNamespace(submit=lambda rank, task: last.append((rank, task))))
     forms = [LinearForm(4608, 12288, True), LinearForm(4608, 4608, rotation_group=256), LinearForm(64, 2520)]
-    ahead._compile(forms, None, torch.bfloat16, torch.device("cuda", 0))
+    ahead._compile(forms, None, torch.bfloat16, GPU)
     names = [launch._kernel.fn.__name__ for *_, launch in asked]
     assert names[:3] == ["quantize_rows_kernel"] * 3
     assert len(names) == 7 and set(names[3:]) <= {"int8_gemm_kernel", "ring_gemm_kernel"}  # the second where Gluon is
@@ -409,13 +411,11 @@ def test_what_was_asked_for_is_not_looked_through_again(monkeypatch):
     monkeypatch.setattr(ahead, "fused_obstacle", lambda device: None)
     monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
     monkeypatch.setattr(ahead, "_compile", lambda *given: asked.append(given))
-    KEPT.clear()
-    forms, gpu = [LinearForm(128, 256), LinearForm(256, 128)], torch.device("cuda", 0)
+    forms = [LinearForm(128, 256), LinearForm(256, 128)]
     for given in (forms, forms[::-1], forms[:1]):
-        ahead.compile_ahead(given, None, torch.bfloat16, gpu)
+        ahead.compile_ahead(given, None, torch.bfloat16, GPU)
     ahead.compile_ahead(forms, None, torch.bfloat16, CPU)
-    assert [forms for forms, *_ in asked] == [tuple(forms), tuple(forms[:1])] and asked[0][2:4] == (torch.bfloat16, gpu)
-    KEPT.clear()
+    assert [forms for forms, *_ in asked] == [tuple(forms), tuple(forms[:1])] and asked[0][2:4] == (torch.bfloat16, GPU)
 
 
 BLOCKS = [
@@ -427,17 +427,12 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_what_blocks_launch_is_asked_for(card, monkeypatch, block):
-    asked = []
-    monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append(launch))
-    monkeypatch.setattr(triton_runtime, "COMPILES_ALONE", True)
-    KEPT.clear()
-    monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
-    ahead._compile((), block, torch.bfloat16, torch.device("cuda", 0))
-    names = [launch._kernel.fn.__name__ for launch in asked]
+def test_what_blocks_launch_is_asked_for(card, asked, block):
+    ahead._compile((), block, torch.bfloat16, GPU)
+    launches = [launch for *_, launch in asked]
+    names = [launch._kernel.fn.__name__ for launch in launches]
     fused = ["norm_quantize_kernel", "gated_residual_kernel", "activate_quantize_kernel"]
-    assert names == [*fused, "norm_rope_kernel", "norm_rope_kernel"] and len(set(asked)) == 5
-    KEPT.clear()
+    assert names == [*fused, "norm_rope_kernel", "norm_rope_kernel"] and len(set(launches)) == 5
 
 
 def stored_weights():
@@ -449,19 +444,13 @@ def stored_weights():
 
 
 @pytest.mark.parametrize("op, given", list(stored_weights()))
-def test_other_calls_are_asked_for_first(card, monkeypatch, op, given):
+def test_other_calls_are_asked_for_first(card, asked, op, given):
     """As they launch with numbers."""
-    asked = []
-    monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: asked.append((rank, launch)))
-    monkeypatch.setattr(triton_runtime, "COMPILES_ALONE", True)
-    monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
-    KEPT.clear()
-    ahead._compile((), BLOCKS[0], torch.bfloat16, torch.device("cuda", 0), (op.called_with(*given),))
+    ahead._compile((), BLOCKS[0], torch.bfloat16, GPU, (op.called_with(*given),))
     tensors = op._tensors(op.flat(given))
     layout, out = op.launch(*op.flat(given)), torch.empty(64, 256, dtype=torch.int8)
-    read = [StandIn(x.shape, x.dtype, torch.device("cuda", 0)) for x in layout.operands(tensors, [out])]
-    assert asked[0] == (1, layout.launcher.prepared(layout.form, read, layout.numbers)) and len(asked) == 6
-    KEPT.clear()
+    read = [StandIn(x.shape, x.dtype, GPU) for x in layout.operands(tensors, [out])]
+    assert asked[0][1:] == (1, layout.launcher.prepared(layout.form, read, layout.numbers)) and len(asked) == 6
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
@@ -476,8 +465,7 @@ def test_what_was_compiled_ahead_is_what_blocks_launch(monkeypatch, block, sampl
         first(launch, grid, *arguments)
 
     monkeypatch.setattr(ahead, "beside_loading", AT_ONCE)
-    KEPT.clear()
-    ahead._compile((), block, torch.bfloat16, torch.device("cuda", 0))
+    ahead._compile((), block, torch.bfloat16, GPU)
     monkeypatch.setattr(Launch, "first", watched)
 
     def real(*shape, dtype=torch.bfloat16):
@@ -491,4 +479,3 @@ def test_what_was_compiled_ahead_is_what_blocks_launch(monkeypatch, block, sampl
     for op, arguments in ahead._calls((), block, real):
         op(*arguments)
     assert compiled == [True] * 5
-    KEPT.clear()

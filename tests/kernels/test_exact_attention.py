@@ -281,12 +281,9 @@ def test_it_compiles_without_a_break(card, capability, masked):
 
 
 @pytest.fixture
-def unmeasured(monkeypatch):
+def unmeasured(monkeypatch, nothing_kept):
     """This machine's card, as if no benchmark had run on it."""
     monkeypatch.setattr(ATTENTION_CHOICES, "stored", lambda device: None)
-    KEPT.clear()
-    yield
-    KEPT.clear()
 
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

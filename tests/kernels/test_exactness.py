@@ -8,7 +8,6 @@ import torch
 
 from kernels.attention import attention_launch as attention
 from kernels.attention.attention_exactness import check_attention
-from kernels.kept import KEPT
 from kernels.linear import exactness, gemm
 from kernels.linear.exactness import WrongResult, check_exact
 from kernels.linear.gemm_kernel import Operands
@@ -76,7 +75,7 @@ def test_a_kernel_that_is_right_only_the_first_time_is_seen():
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def asked(monkeypatch, nothing_kept):
     """What a card is asked, and what it answers."""
     answers, calls = [], []
 
@@ -86,7 +85,6 @@ def asked(monkeypatch):
             raise answers[-1]
 
     monkeypatch.setattr(gemm, "check_exact", check)
-    KEPT.clear()
     monkeypatch.setattr(gemm, "device_name", lambda index: "a card")
     return answers, calls
 
@@ -174,7 +172,7 @@ def test_wrong_attention_is_seen(wrong, share, channels):
         check_attention(wrong, channels, share, True, torch.float16, CPU)
 
 
-def test_attention_is_asked_once_and_told_of_once(monkeypatch, caplog):
+def test_attention_is_asked_once_and_told_of_once(monkeypatch, caplog, nothing_kept):
     calls = []
 
     def check(*form):
@@ -183,7 +181,6 @@ def test_attention_is_asked_once_and_told_of_once(monkeypatch, caplog):
 
     monkeypatch.setattr(attention, "check_attention", check)
     monkeypatch.setattr(attention, "device_name", lambda index: "a card")
-    KEPT.clear()
     for _ in range(2):
         assert not attention._is_right(attention.tiles_for((8, 6), 64), True, True, 64, torch.float16, CPU)
     assert len(calls) == len(caplog.records) == 1 and "not used there" in caplog.text

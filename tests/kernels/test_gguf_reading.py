@@ -49,14 +49,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CASES = [(name, *shape) for name, form in GGUF_FORMATS.items() for shape in SHAPES[form.weights]]
 
 
-@pytest.fixture(params=("kernel", "formulas"))
-def path(request, monkeypatch):
-    """The kernels, on a GPU or under the interpreter, and what stands for them without Triton."""
-    if request.param == "formulas":
-        monkeypatch.setattr("kernels.operators.uses_triton", lambda tensor: False)
-    return request.param
-
-
 def test_the_table_is_ggml_s():
     gguf = pytest.importorskip("gguf")
     for name, form in GGUF_FORMATS.items():

@@ -40,14 +40,6 @@ def defined(weight):
     return out.to(DEVICE)
 
 
-@pytest.fixture(params=("kernel", "formulas"))
-def path(request, monkeypatch):
-    """The kernels, on a GPU or under the interpreter, and what stands for them without Triton."""
-    if request.param == "formulas":
-        monkeypatch.setattr("kernels.operators.uses_triton", lambda tensor: False)
-    return request.param
-
-
 @pytest.mark.parametrize("rows, channels, group, bits, codebook", CASES)
 def test_codes_stand_for_what_their_definition_says(path, rows, channels, group, bits, codebook):
     weight = random_codes(rows, channels, group, bits, codebook)

@@ -8,7 +8,6 @@ import torch
 
 from kernels import UNCHANGED, ChannelTransform, int8_linear, quantize_weight
 from kernels.internals.kitchen import kitchen_gemm
-from kernels.kept import KEPT
 from kernels.linear import gemm
 from kernels.linear.gemm import GemmLaunch, KitchenLaunch, launch_config
 from kernels.linear.gemm_kernel import Operands
@@ -149,7 +148,7 @@ def _unlike_kitchen(*given):
         (lambda *given: int("another signature"), False),
     ),
 )
-def test_kitchens_gemm_runs_only_where_it_gives_the_same_bits(run, same, one_scale, monkeypatch):
+def test_kitchens_gemm_runs_only_where_it_gives_the_same_bits(run, same, one_scale, monkeypatch, nothing_kept):
     """It is compared with the pack's own on the operands of a call."""
     monkeypatch.setattr(gemm, "kitchen_gemm", lambda: run)
     q, weight = random_int8(33, 64, seed=1), random_int8(48, 64, seed=2)
@@ -157,22 +156,19 @@ def test_kitchens_gemm_runs_only_where_it_gives_the_same_bits(run, same, one_sca
     operands = Operands(q, weight, *scales, None, torch.zeros(33, 48, device=DEVICE))
     asked = []
     monkeypatch.setattr(gemm, "_own_config", lambda operands: asked.append(1) or INTERPRETED[0])
-    KEPT.clear()
     for _ in range(2):
         assert gemm._gives_the_same(KitchenLaunch(operands), operands) is same
     assert len(asked) <= 1  # a call that is timed waits for no rule
-    KEPT.clear()
 
 
 @pytest.mark.skipif(DEVICE != "cuda" or kitchen_gemm() is None, reason="needs a GPU and comfy-kitchen's GEMM")
-def test_kitchens_gemm_on_a_card(monkeypatch):
+def test_kitchens_gemm_on_a_card(monkeypatch, nothing_kept):
     """Bits of the pack's own, through the tuner, in a CUDA graph too; replaced where it cannot read the operands."""
     taken = []
     run = kitchen_gemm()
     monkeypatch.setattr(gemm, "kitchen_gemm", lambda: lambda *given: taken.append(1) or run(*given))
     monkeypatch.setattr(gemm.tuner, "settled", lambda key: KITCHEN)
     monkeypatch.setattr(gemm.tuner, "run", lambda key, m, configs, launch, ready: launch(KITCHEN))
-    KEPT.clear()
     for m, n, k in ((1, 16, 16), (77, 640, 512), (300, 1008, 1552), (4096, 4608, 12288), (4352, 13824, 4608)):
         q, weight = random_int8(m, k, seed=1), random_int8(n, k, seed=2)
         q_scale = random_float(m, seed=3).abs() / 100
@@ -197,7 +193,6 @@ def test_kitchens_gemm_on_a_card(monkeypatch):
     taken.clear()
     gemm.TunedGemm()((q, q_scale, weight, scales, random_float(n, seed=5)), [out.to(torch.bfloat16)])
     assert not taken  # a bias in another dtype
-    KEPT.clear()
 
 
 @pytest.mark.parametrize("config", RINGS[:1], ids=repr)

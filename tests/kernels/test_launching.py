@@ -35,14 +35,13 @@ def test_a_launch_is_for_what_triton_compiles_for():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: Gluon has no interpreter")
-def test_a_ring_is_launched_past_triton_for_all_numbers_of_tokens():
+def test_a_ring_is_launched_past_triton_for_all_numbers_of_tokens(nothing_kept):
     from kernels.internals.triton_runtime import DIRECT_LAUNCH, holds
     from kernels.linear.gemm import GemmLaunch
     from kernels.linear.gemm_kernel import Operands
     from kernels.linear.tiles import GemmConfig
 
     config = GemmConfig(256, 128, 64, 4, 8, 4, "ring", 3)
-    KEPT.clear()
     weight = random_int8(4608, 4608, seed=2)
     for rows in (512, 4352, 48, 2560):
         q = random_int8(rows, 4608, seed=rows)
@@ -68,9 +67,8 @@ def test_numbers_for_which_a_kernel_is_not_compiled_find_the_same_launch():
         assert launcher.prepared((), [x, x], (32, 49)) is not known
 
 
-def test_what_is_kept_has_a_bound(monkeypatch):
+def test_what_is_kept_has_a_bound(monkeypatch, nothing_kept):
     monkeypatch.setattr(kept, "MOST_KEPT", 2)
-    KEPT.clear()
     for tokens in range(1, 6):
         expected = norm_quantize.reference(random_float(tokens, 16), RMS)
         for _ in range(2):
@@ -78,13 +76,12 @@ def test_what_is_kept_has_a_bound(monkeypatch):
         assert len(KEPT) <= 2
 
 
-def test_another_number_of_tokens_finds_the_same_launch():
+def test_another_number_of_tokens_finds_the_same_launch(nothing_kept):
     def both(tokens):
         norm_quantize(random_float(2, tokens, 16), RMS)
         q = random_float(2, tokens, 2, 16)
         norm_rope(q, q, RMS, None, torch.zeros(tokens, 8, 2, 2, device=DEVICE), "halves")
 
-    KEPT.clear()
     for tokens in (3, 5):
         both(tokens)
         assert len([value for value in KEPT.values() if isinstance(value, Launch)]) == 2

@@ -23,9 +23,8 @@ def at(address, like):
 
 
 @pytest.fixture(autouse=True)
-def launched(monkeypatch, interpreter):
+def launched(monkeypatch, interpreter, nothing_kept):
     """The kernels' launches, on a CPU too: past the first ones on addresses, as on a card."""
-    KEPT.clear()
     if DEVICE == "cpu":
         by_triton = Launch.first
 
@@ -39,8 +38,6 @@ def launched(monkeypatch, interpreter):
             launch.direct = direct
 
         monkeypatch.setattr(Launch, "first", first)
-    yield
-    KEPT.clear()
 
 
 @pytest.fixture
@@ -213,7 +210,6 @@ def test_who_watches_operators_sees_them():
 
 def test_what_passes_is_asked_for_again():
     """While it is open what stays, a launch is kept for some calls."""
-    KEPT.clear()
     key, calls = ("a key",), []
     KEPT[key] = kept.KeptFor(key, lambda *given: calls.append(given), 2)
     passes = KEPT[key]

@@ -1,0 +1,25 @@
+"""Fixtures of the kernel tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def nothing_kept() -> Iterator[None]:
+    """No call finds a launch of another test's."""
+    from kernels.kept import KEPT
+
+    KEPT.clear()
+    yield
+    KEPT.clear()
+
+
+@pytest.fixture(params=("kernel", "formulas"))
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels, on a GPU or under the interpreter, and what stands for them without Triton."""
+    if request.param == "formulas":
+        monkeypatch.setattr("kernels.operators.uses_triton", lambda tensor: False)
+    return request.param
