@@ -10,11 +10,10 @@ it out on a CPU. `--variants` takes some variants alone; "NAME, INT8 attention" 
 pack's with attention in INT8 too.
 """
 
-import gc
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))  # as a script, only this folder is there
 
 from studies.decoded_weights import decoded, gguf_decoded, nf4_decoded
-from studies.frame import Study
+from studies.frame import Study, release
 from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS
 from support.small_png import save_small_png
 from support.tensors import relative_error
@@ -230,6 +229,19 @@ def kitchen_codes(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+def peers(state_dict: TensorDict, formats: Sequence[str]) -> dict[str, Callable[[], object]]:
+    """Makers of the MODELs that INT8 is compared with, in some of GGUF's formats among others."""
+    from support.random_models import fp8_layer
+
+    ways = {"NF4": nf4_decoded} | {name: partial(gguf_decoded, name=name) for name in formats}
+    return {
+        "FP8": partial(stock, state_dict, dtype=torch.float8_e4m3fn),
+        "FP8 scaled": partial(native, state_dict, fp8_layer),
+        "ComfyUI ConvRot INT8": partial(native, state_dict, convrot_int8),
+        **{name: lambda through=through: stock(decoded(state_dict, through)) for name, through in ways.items()},
+    }
+
+
 def pack_variants(layers: int) -> dict[str, dict[str, object]]:
     """This pack's variants: quantization settings by name."""
     from int8_dit.kernels import Protection
@@ -269,46 +281,32 @@ def run(subject: Glyphs | Blocks, wanted: list[str] | None) -> dict[str, Outcome
     from int8_dit.nodes.attention.attention_kinds import INT8
     from int8_dit.nodes.linears.layer_selection import quantizable_linears
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
-    from support.random_models import attending, fp8_layer
+    from support.random_models import attending
 
     base = stock(subject.state_dict)
     outcomes = {"bf16": subject.evaluate(base)}
     calibration = subject.calibrate(base)
-    makers = {
-        "FP8": partial(stock, subject.state_dict, dtype=torch.float8_e4m3fn),
-        "FP8 scaled": partial(native, subject.state_dict, fp8_layer),
-        "ComfyUI ConvRot INT8": partial(native, subject.state_dict, convrot_int8),
-        "NF4": lambda: stock(decoded(subject.state_dict, nf4_decoded)),
-        "Q8_0": lambda: stock(decoded(subject.state_dict, partial(gguf_decoded, name="Q8_0"))),
-        "Q4_K": lambda: stock(decoded(subject.state_dict, partial(gguf_decoded, name="Q4_K"))),
-    }
-    for name, make in makers.items():
-        if wanted is not None and name not in wanted:
-            continue
-        outcomes[name] = _evaluated(name, subject, make())
+    for name, make in peers(subject.state_dict, ("Q8_0", "Q4_K")).items():
+        if wanted is None or name in wanted:
+            outcomes[name] = _evaluated(name, subject, make())
     for name, settings in pack_variants(len(quantizable_linears(base))).items():
-        attending_int8 = wanted is not None and f"{name}{INT8_ATTENTION}" in wanted
+        in_int8 = f"{name}{INT8_ATTENTION}"
+        attending_int8 = wanted is not None and in_int8 in wanted
         if wanted is not None and name not in wanted and not attending_int8:
             continue
         model, report, _ = quantize_model(base, QuantizationSettings(**settings), "fused int8", calibration)
         outcomes[name] = _evaluated(name, subject, model)
         outcomes[name].protected = list(report.protected)
         if attending_int8:
-            outcomes[f"{name}{INT8_ATTENTION}"] = _evaluated(
-                f"{name}{INT8_ATTENTION}", subject, attending(model.clone(), INT8)
-            )
+            outcomes[in_int8] = _evaluated(in_int8, subject, attending(model.clone(), INT8))
         del model
     return outcomes
 
 
 def _evaluated(name: str, subject: Glyphs | Blocks, model) -> Outcome:
-    import comfy.model_management
-
     outcome = subject.evaluate(model)
-    comfy.model_management.unload_all_models()
     del model
-    gc.collect()
-    comfy.model_management.soft_empty_cache()
+    release()
     print(f"  {name}: {np.mean(outcome.errors):.4f}", flush=True)
     return outcome
 

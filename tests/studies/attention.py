@@ -137,14 +137,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="every figure, as JSON")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=85.0, help="start no call after so many")
-    parser.add_argument("--only", default="", help="calls whose name has this in it")
     parser.add_argument("--tiny", action="store_true", help="few tokens, to try it out")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     environment, begin = describe_machine(device), time.perf_counter()
     print(title(environment), flush=True)
     results: list[Measured] = []
-    for planned in (each for each in CALLS if options.only in each.name):
+    for planned in CALLS:
         if time.perf_counter() - begin > options.seconds:
             print(f"no time left for {planned.name}, {planned.place()}")
             continue

@@ -1,7 +1,7 @@
 """Seconds from the load of a model file to its eighth step, in processes that have compiled and tuned nothing yet, and
 in later ones: this pack's loader beside ComfyUI's own.
 
-    python tests/studies/cold_start.py --comfyui PATH [--forms int8 codes gguf] [--modes ordinary dynamic] [--out DIR]
+    python tests/studies/cold_start.py --comfyui PATH [--forms int8 codes] [--modes ordinary dynamic] [--out DIR]
 
 Needs an NVIDIA card with about 30 GB of memory, and 10 GB for a file; `--blocks 1 --pixels 64 96 --row-seconds 900`
 tries the script out on a CPU, in minutes a row. A model with random weights is written to a file in each form. Each row
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -34,18 +34,9 @@ from studies.frame import Row, Rows, Study, failures, number, synchronize
 from support.pack import import_comfyui, import_pack, use_dynamic_vram
 
 STEPS, MORE_STEPS, LAST_STEPS = 8, 20, 10
-FORMS = {"gguf": ("GGUF Q8_0", ""), "int8": ("INT8", "native"), "codes": ("W4A8", "coded")}
-"""What the file holds, and what of a RandomModel makes its tensors; Q8_0 is written by Save GGUF, and ComfyUI's loader
-does not read it."""
-VARIANTS = {
-    "native": ("ComfyUI's loader", {}),
-    "pack": ("this pack", {}),
-    "stored": ("this pack, as stored", {}),
-    "pack-off": ("this pack, INT8_DIT_TUNING=off", {"INT8_DIT_TUNING": "off"}),
-}
-"""A title, and what the environment says."""
-NOTHING = {("native", "gguf"), ("stored", "int8")}
-"""What is no variant of a form."""
+FORMS = {"int8": ("INT8", "native"), "codes": ("W4A8", "coded")}
+"""What the file holds, and what of a RandomModel makes its tensors."""
+VARIANTS = {"pack": "this pack", "stored": "this pack, as stored", "native": "ComfyUI's loader"}
 MODES = {"ordinary": "ordinary", "dynamic": "dynamic VRAM"}
 FIGURES = (
     *(("load_s", "load"), ("first_s", "first step"), ("second_s", "second step"), ("all_s", f"load to step {STEPS}")),
@@ -85,7 +76,13 @@ class Compiled:
         return {name: len(times) for name, times in found.items()} | {f"{name}_s": sum(t) for name, t in found.items()}
 
 
-def run(variant: str, file: str, family: str, blocks: int, pixels: Sequence[int]) -> Row:
+def random_model(device: torch.device, blocks: int):
+    from support.random_models import FAMILIES, RandomModel
+
+    return RandomModel(FAMILIES["Ideogram 4"], device, {"num_layers": blocks} if blocks else {})
+
+
+def run(variant: str, file: str, blocks: int, pixels: Sequence[int]) -> Row:
     """The figures of a process that has just begun."""
     import comfy.model_management
     import comfy.sd
@@ -94,10 +91,9 @@ def run(variant: str, file: str, family: str, blocks: int, pixels: Sequence[int]
     from int8_dit.nodes.loading.load import load_int8_model
     from int8_dit.nodes.loading.memory_choice import AS_STORED, INT8
     from studies.variants import Step, inputs_of
-    from support.random_models import FAMILIES, RandomModel
 
     device = comfy.model_management.get_torch_device()
-    random = RandomModel(FAMILIES[family], device, sizes_of(blocks))
+    random = random_model(device, blocks)
     inputs = [inputs_of(random, side) for side in pixels]
     torch.ones(4096, 4096, device=device).matmul(torch.ones(4096, 4096, device=device))  # the context, and cuBLAS
     synchronize(device)
@@ -134,56 +130,40 @@ def run(variant: str, file: str, family: str, blocks: int, pixels: Sequence[int]
     return figures | {"late_kernels": len(compiled.kernels) - figures["kernels"]}
 
 
-def sizes_of(blocks: int) -> Mapping[str, int]:
-    return {"num_layers": blocks} if blocks else {}
-
-
 def in_process(arguments, variant: str, mode: str, file: str, folder: str) -> Row:
     """The same, of a process that keeps in `folder` what it compiles and tunes."""
-    environment = {**os.environ, **VARIANTS[variant][1]}
-    environment |= {"TRITON_CACHE_DIR": f"{folder}/triton", "INT8_DIT_TUNING_CACHE": f"{folder}/tuning"}
+    kept = {"TRITON_CACHE_DIR": f"{folder}/triton", "INT8_DIT_TUNING_CACHE": f"{folder}/tuning"}
     command = [sys.executable, __file__, "--comfyui", str(arguments.comfyui), "--variant", variant, "--file", file]
-    command += ["--family", arguments.family, "--blocks", str(arguments.blocks)]
-    command += ["--pixels", *map(str, arguments.pixels), "--mode", mode]
+    command += ["--blocks", str(arguments.blocks), "--pixels", *map(str, arguments.pixels), "--mode", mode]
     began = time.perf_counter()
-    child = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    child = subprocess.run(command, env={**os.environ, **kept}, stdout=subprocess.PIPE, text=True)
     if child.returncode:
         raise RuntimeError(f"the process ended with {child.returncode}")
     return json.loads(child.stdout.splitlines()[-1]) | {"process_s": time.perf_counter() - began}
 
 
-def write_file(form: str, file: str, family: str, blocks: int) -> None:
+def write_file(form: str, file: str, blocks: int) -> None:
     """Write the model; in a process of its own, whose memory on the card goes with it."""
     from safetensors.torch import save_file
 
-    from support.random_models import FAMILIES, RandomModel
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    random = RandomModel(FAMILIES[family], device, sizes_of(blocks))
-    if not FORMS[form][1]:
-        from int8_dit.nodes.saving.save import save_gguf_model
-
-        save_gguf_model(random.bf16_model(), file, {}, "Q8_0")
-        return
+    random = random_model(torch.device("cuda" if torch.cuda.is_available() else "cpu"), blocks)
     tensors = getattr(random, FORMS[form][1])()
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, file, random.family.metadata())
 
 
 def main() -> None:
     study = Study(__doc__, "cold_start")
-    study.option("--family", default="Ideogram 4")
     study.option("--blocks", type=int, default=0, help="0 for all")
     study.option("--pixels", type=int, nargs=2, default=[1024, 768])
     study.option("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     study.option("--modes", nargs="+", choices=MODES, default=list(MODES), help="ComfyUI's memory modes")
-    study.option("--variants", nargs="+", choices=VARIANTS, default=["pack", "stored", "native"])
+    study.option("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     study.option("--row-seconds", type=float, default=150.0, help="the most for a process")
     study.option("--variant", help="of this process, in which that is measured")
     study.option("--mode", help="that of this process")
     study.option("--form", help="of the file that this process writes")
     study.option("--file", default="", help="what it loads, or writes")
     arguments = study.parser.parse_args()
-    place = (arguments.family, arguments.blocks)
     if arguments.file:
         dynamic = arguments.variant and arguments.mode == "dynamic"
         if dynamic:
@@ -195,19 +175,19 @@ def main() -> None:
         if dynamic:
             use_dynamic_vram()
         if arguments.variant:
-            print(json.dumps(run(arguments.variant, arguments.file, *place, arguments.pixels)))
+            print(json.dumps(run(arguments.variant, arguments.file, arguments.blocks, arguments.pixels)))
         else:
-            write_file(arguments.form, arguments.file, *place)
+            write_file(arguments.form, arguments.file, arguments.blocks)
         return
     rows = Rows()
     with tempfile.TemporaryDirectory() as folder:
         for form in arguments.forms:
-            file = f"{folder}/model.{'safetensors' if FORMS[form][1] else 'gguf'}"
+            file = f"{folder}/model.safetensors"
             subprocess.run([sys.executable, *sys.argv, "--form", form, "--file", file], check=True)
             if form == arguments.forms[0]:
                 in_process(arguments, "pack", arguments.modes[0], file, f"{folder}/first")
             for mode, variant in itertools.product(arguments.modes, arguments.variants):
-                if (variant, form) in NOTHING:
+                if (variant, form) == ("stored", "int8"):  # INT8 is what it is stored in
                     continue
                 for caches in ("full",) if variant == "native" else ("empty", "full"):
                     labels = {"form": form, "mode": mode, "variant": variant, "caches": caches}
@@ -221,11 +201,11 @@ def main() -> None:
     forms = [(key, "d" if key in COUNTS else ".2f") for key, _ in FIGURES]
     lines = []
     for row in rows:
-        what = (FORMS[row["form"]][0], MODES[row["mode"]], VARIANTS[row["variant"]][0], row["caches"])
+        what = (FORMS[row["form"]][0], MODES[row["mode"]], VARIANTS[row["variant"]], row["caches"])
         lines.append([*what, *(number(row, *form) for form in forms)])
     table = markdown(["file", "memory", "loaded by", "caches", *(title for _, title in FIGURES)], lines)
     first, second = arguments.pixels
-    said = f", {arguments.family} with random weights, {first} px, then {second} px."
+    said = f", Ideogram 4 with random weights, {first} px, then {second} px."
     study.write(said, table, failures(rows, "form", "mode", "variant", "caches"), rows=rows)
 
 

@@ -38,7 +38,7 @@ from studies.frame import (
     row_of,
 )
 
-PROFILED = ["bf16", "kitchen", "protected-16", "pack", "smoothed", "rotated", "compiled-pack"]
+PROFILED = ["bf16", "kitchen-attention", "pack", "compiled-pack"]
 TEXT_TOKENS = 256
 TEXT_FEATURES = 53248
 

@@ -202,13 +202,13 @@ def copy_bandwidth(device: torch.device, rounds: int = 3) -> float:
     return 2 * size / statistics.median(times[COPY]) / 1e6
 
 
-def table(results: Sequence[ShapeResult], methods: Sequence[Method]) -> tuple[list[str], list[list[str]]]:
+def table(results: Sequence[ShapeResult]) -> tuple[list[str], list[list[str]]]:
     """Column headings and rows of text: milliseconds per method, the fused linear's speed, bf16's rate, the error.
 
     A method that ran on no shape has no column. The error is the fused linear's, or unfused INT8's where that one is
     missing.
     """
-    shown = [method for method in methods if any(method.name in result.rounds for result in results)]
+    shown = [method for method in METHODS if any(method.name in result.rounds for result in results)]
     ran = [method.name for method in shown]
     references = [method.name for method in shown if method.name in IN_TABLES and FUSED in ran]
     columns = ["linear", "M x N x K", *(f"{method} ms" for method in ran)]
@@ -269,33 +269,20 @@ def _milliseconds(result: ShapeResult, method: str) -> str:
     return _number(result.milliseconds.get(method), ".3f") + ("\\*" if method in result.looped else "")
 
 
-@dataclass
-class Report:
-    """Everything of a run but the quantizations."""
-
-    environment: dict[str, str]
-    shapes: list[ShapeResult] = field(default_factory=list)
-
-
-def document(report: Report, quantizations: Sequence[QuantizationResult], copy_rate: float) -> str:
+def document(
+    environment: dict[str, str],
+    shapes: Sequence[ShapeResult],
+    quantizations: Sequence[QuantizationResult],
+    copy_rate: float,
+) -> str:
     """All tables and notes."""
-    parts = [f"**{title(report.environment)}**", markdown(*table(report.shapes, METHODS))]
+    parts = [f"**{title(environment)}**", markdown(*table(shapes))]
     parts += ["Quantization of the activations alone:", markdown(*quantization_table(quantizations))]
     parts.append(f"Copy of a large tensor: {copy_rate:.0f} GB/s read and written.")
-    columns, rows = summary(report.shapes)
+    columns, rows = summary(shapes)
     if rows:
         parts += ["Summary of the block shapes:", markdown(columns, rows)]
-    return "\n\n".join(parts + notes(report.shapes))
-
-
-def figures(report: Report, quantizations: Sequence[QuantizationResult], copy_rate: float) -> dict:
-    """Every figure in JSON's types."""
-    return {
-        "environment": report.environment,
-        "shapes": [result.as_json() for result in report.shapes],
-        "quantizations": [asdict(result) | {"milliseconds": result.milliseconds} for result in quantizations],
-        "copy_gigabytes_per_second": copy_rate,
-    }
+    return "\n\n".join(parts + notes(shapes))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -316,20 +303,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan = planned_shapes(options.tokens, options.tall)
-    report, copy_rate = Report(describe_machine(device)), copy_bandwidth(device, options.rounds)
+    environment, shapes, copy_rate = describe_machine(device), [], copy_bandwidth(device, options.rounds)
     for number, (shape, m) in enumerate(plan, 1):
-        report.shapes.append(benchmark_shape(shape, m, device, METHODS, rounds=options.rounds))
-        print(f"{number}/{len(plan)} {shape.name}, {report.shapes[-1].place()}", file=sys.stderr)
+        shapes.append(benchmark_shape(shape, m, device, METHODS, rounds=options.rounds))
+        print(f"{number}/{len(plan)} {shape.name}, {shapes[-1].place()}", file=sys.stderr)
     distinct = dict.fromkeys((m, shape.k) for shape, m in plan)
     quantizations = [benchmark_quantization(m, k, device, options.rounds) for m, k in distinct]
-    text = document(report, quantizations, copy_rate)
+    text = document(environment, shapes, quantizations, copy_rate)
     print(text)
     if options.markdown:
         options.markdown.write_text(text + "\n", encoding="utf-8")
     if options.json:
-        options.json.write_text(
-            json.dumps(figures(report, quantizations, copy_rate), indent=1, allow_nan=False), encoding="utf-8"
-        )
+        figures = {
+            "environment": environment,
+            "shapes": [result.as_json() for result in shapes],
+            "quantizations": [asdict(result) | {"milliseconds": result.milliseconds} for result in quantizations],
+            "copy_gigabytes_per_second": copy_rate,
+        }
+        options.json.write_text(json.dumps(figures, indent=1, allow_nan=False), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -59,25 +59,20 @@ class Sample:
     seconds: float
 
 
-def alone(prompt: Prompt, models: Models, seed: int) -> list[Link]:
-    return [_sampled(prompt, models.load(prompt, models.first), seed)]
-
-
-def other(prompt: Prompt, models: Models, seed: int) -> list[Link]:
-    return [_sampled(prompt, models.load(prompt, models.second), seed)]
-
-
-def with_lora(prompt: Prompt, models: Models, seed: int) -> list[Link]:
-    return [_sampled(prompt, _patched(prompt, models.load(prompt, models.first)), seed)]
-
-
 def together(prompt: Prompt, models: Models, seed: int) -> list[Link]:
     first, second = models.load(prompt, models.first), models.load(prompt, models.second)
     latents = [_sampled(prompt, model, seed) for model in (first, second, _patched(prompt, second))]
     return [*latents, _sampled(prompt, first, seed + len(SEEDS))]  # the first one's turn again
 
 
-KINDS = {"first model": alone, "second model": other, "first model, LoRA": with_lora, "all in one": together}
+KINDS: dict[str, Callable[[Prompt, Models, int], list[Link]]] = {
+    "first model": lambda prompt, models, seed: [_sampled(prompt, models.load(prompt, models.first), seed)],
+    "second model": lambda prompt, models, seed: [_sampled(prompt, models.load(prompt, models.second), seed)],
+    "first model, LoRA": lambda prompt, models, seed: [
+        _sampled(prompt, _patched(prompt, models.load(prompt, models.first)), seed)
+    ],
+    "all in one": together,
+}
 
 
 def _patched(prompt: Prompt, model: Link) -> Link:

@@ -26,6 +26,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,22 +71,11 @@ def load_stock(path: str):
     return comfy.sd.load_diffusion_model(path)
 
 
-def load_ours(path: str):
+def load_ours(path: str, **options: str):
     """This pack's."""
     from int8_dit.nodes.loading.load import load_int8_model
 
-    return load_int8_model(path, "fused int8")
-
-
-def held(memory: str) -> Callable:
-    """This pack's with the widget `memory` at this, of a file whose weights have fewer bits."""
-
-    def load(path: str):
-        from int8_dit.nodes.loading.load import load_int8_model
-
-        return load_int8_model(path, "fused int8", memory=memory)
-
-    return load
+    return load_int8_model(path, "fused int8", **options)
 
 
 def load_by_gguf_pack(path: str):
@@ -111,13 +101,13 @@ LOADERS = {
     "stock": Loader(load_stock, INT8_FILE),
     "this pack": Loader(load_ours, INT8_FILE),
     "stock, W4A8": Loader(load_stock, CODES_FILE),
-    "this pack, W4A8 as INT8": Loader(held("INT8"), CODES_FILE),
-    "this pack, W4A8 as stored": Loader(held("as stored"), CODES_FILE),
-    "this pack, W4A8 auto": Loader(held("auto"), CODES_FILE),
+    "this pack, W4A8 as INT8": Loader(partial(load_ours, memory="INT8"), CODES_FILE),
+    "this pack, W4A8 as stored": Loader(partial(load_ours, memory="as stored"), CODES_FILE),
+    "this pack, W4A8 auto": Loader(partial(load_ours, memory="auto"), CODES_FILE),
     f"ComfyUI-GGUF, {GGUF}": Loader(load_by_gguf_pack, GGUF_FILE),
-    f"this pack, {GGUF} as INT8": Loader(held("INT8"), GGUF_FILE),
-    f"this pack, {GGUF} as stored": Loader(held("as stored"), GGUF_FILE),
-    f"this pack, {GGUF} auto": Loader(held("auto"), GGUF_FILE),
+    f"this pack, {GGUF} as INT8": Loader(partial(load_ours, memory="INT8"), GGUF_FILE),
+    f"this pack, {GGUF} as stored": Loader(partial(load_ours, memory="as stored"), GGUF_FILE),
+    f"this pack, {GGUF} auto": Loader(partial(load_ours, memory="auto"), GGUF_FILE),
 }
 FIRST = ("stock", "this pack", f"this pack, {GGUF} as stored")
 """The loaders that are measured where none are named."""

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from studies import decoded_weights
+
 STUDIES = Path(__file__).resolve().parent
 TEXTS = (("WORDS",), ("MOTORWAYS",), ("FIRST", "SECOND"), ("QUICK",), ("HYPHENATED",), ("NORTH", "STATION"))
 
@@ -32,14 +34,14 @@ def tensors():
 @pytest.mark.parametrize("name, error", (("NF4", 0.0920), ("Q8_0", 0.0054), ("Q4_K", 0.0713)))
 def test_formats_lose_what_they_are_known_to(study, name, error):
     weight = torch.randn(256, 2048, generator=torch.Generator().manual_seed(0))
-    decoded = study.nf4_decoded(weight) if name == "NF4" else study.gguf_decoded(weight, name)
+    decoded = decoded_weights.nf4_decoded(weight) if name == "NF4" else decoded_weights.gguf_decoded(weight, name)
     assert float((decoded - weight).norm() / weight.norm()) == pytest.approx(error, rel=0.04)
 
 
 def test_only_the_linears_of_blocks_change_and_bytes_are_those_of_the_format(study, tensors):
     names = study.quantizable(tensors)
     assert len(names) == 29 and all("joint_blocks" in name and "adaLN" not in name for name in names)
-    changed = study.decoded(tensors, study.nf4_decoded)
+    changed = decoded_weights.decoded(tensors, decoded_weights.nf4_decoded)
     assert {name for name in tensors if not torch.equal(tensors[name], changed[name])} == set(names)
 
     whole, quantized = (sum(t.nbytes for t in tensors.values()), sum(tensors[name].numel() for name in names))

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from int8_dit.kernels import ChannelTransform
 from int8_dit.nodes.attention.attention_kinds import AUTO, INT8, KITCHEN_INT8
 from support.kitchen_blocks import ROTATION_GROUP, with_kitchen_blocks
-from support.random_models import Forward, Held, RandomModel, attending, compiled, load, plain, unfused
-
-PROTECTED = 17
+from support.random_models import Forward, RandomModel, attending, compiled, load, unfused
 
 
 @dataclass(frozen=True)
@@ -29,23 +25,8 @@ class Variant:
     compiles: bool = False
 
 
-def _smoothed(model: RandomModel, group: int | None = None) -> ModelPatcher:
-    def plan(name: str, channels: int) -> Held:
-        return Held(ChannelTransform(model.factors(name, channels), group))
-
-    return model.int8_model(plan)
-
-
-def _protecting(model: RandomModel, how: Held | None) -> ModelPatcher:
-    """Some of the down projections held as `how` says."""
-    down = [name for name in model.layers if name.endswith(".w2")]
-    number_of = min(PROTECTED, max(1, len(down) // 2))
-    protected = {down[index * len(down) // number_of] for index in range(number_of)}
-    return model.int8_model(lambda name, channels: how if name in protected else plain(name, channels))
-
-
 def _kitchen(model: RandomModel) -> ModelPatcher:
-    return with_kitchen_blocks(model.native_model(ROTATION_GROUP))
+    return attending(with_kitchen_blocks(model.native_model(ROTATION_GROUP)), KITCHEN_INT8)
 
 
 # What is compared with one another comes one after the other: a card's clocks drift.
@@ -53,21 +34,14 @@ VARIANTS = {
     "bf16": Variant("bf16", RandomModel.bf16_model),
     "bf16-exact": Variant("bf16 + the fastest exact attention", lambda m: attending(m.bf16_model(), AUTO)),
     "native": Variant("native INT8", RandomModel.native_model),
-    "kitchen": Variant("native INT8 ConvRot, every fusion of comfy-kitchen's", _kitchen),
-    "kitchen-attention": Variant("the same + its INT8 attention", lambda m: attending(_kitchen(m), KITCHEN_INT8)),
+    "kitchen-attention": Variant("native INT8 ConvRot, comfy-kitchen's fusions and INT8 attention", _kitchen),
     "unfused": Variant("this pack, blocks unfused", lambda m: unfused(m.int8_model())),
     "kitchens": Variant(
         "this pack + comfy-kitchen's INT8 attention", lambda m: attending(m.int8_model(), KITCHEN_INT8)
     ),
-    "protected-bf16": Variant(f"this pack, {PROTECTED} w2 in bf16", partial(_protecting, how=None)),
-    "protected-16": Variant(
-        f"this pack, {PROTECTED} w2 with 16-bit activations", partial(_protecting, how=Held(activation_bits=16))
-    ),
     "pack": Variant("this pack, native INT8 file", RandomModel.int8_model),
     "exact": Variant("this pack + the fastest exact attention", lambda m: attending(m.int8_model(), AUTO)),
     "attention": Variant("this pack + INT8 attention", lambda m: attending(m.int8_model(), INT8)),
-    "smoothed": Variant("this pack, smoothed file", _smoothed),
-    "rotated": Variant("this pack, smoothed and rotated file", partial(_smoothed, group=ROTATION_GROUP)),
     "codes": Variant("this pack, weights of 4 bits (W4A8)", RandomModel.coded_model),
     "compiled-bf16": Variant("bf16, torch.compile", lambda m: compiled(m.bf16_model()), compiles=True),
     "compiled-pack": Variant("this pack, torch.compile", lambda m: compiled(m.int8_model()), compiles=True),

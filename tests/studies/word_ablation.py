@@ -16,7 +16,6 @@ at some thresholds. It decides for a whole batch: `--batch 1` lets each image ha
 """
 
 import argparse
-import gc
 import json
 import logging
 import sys
@@ -32,8 +31,8 @@ sys.path.append(str(TESTS))  # as a script, only this folder is there
 
 from studies import ablation
 from studies.ablation import TensorDict, stock
-from studies.decoded_weights import NF4_BITS, decoded, gguf_decoded, nf4_decoded, quantizable
-from studies.frame import Study
+from studies.decoded_weights import NF4_BITS, quantizable
+from studies.frame import Study, release
 from support.small_png import save_small_png
 from words.alphabet import Text, random_texts
 from words.reading import edit_distance, normalised, read
@@ -78,21 +77,12 @@ def held_bytes(model, state_dict: TensorDict) -> int:
 def peers(state_dict: TensorDict) -> dict[str, tuple[Callable[[], object], float | None]]:
     """What INT8 is compared with: the MODEL's maker and the bits of a weight, None where the MODEL holds its format."""
     from int8_dit.kernels import GGUF_FORMATS
-    from support.random_models import fp8_layer
 
-    made: dict[str, tuple[Callable[[], object], float | None]] = {
-        "FP8": (partial(stock, state_dict, dtype=torch.float8_e4m3fn), None),
-        "FP8 scaled": (partial(ablation.native, state_dict, fp8_layer), None),
-        "ComfyUI ConvRot INT8": (partial(ablation.native, state_dict, ablation.convrot_int8), None),
-        "ComfyUI W4A8": (partial(ablation.native, state_dict, ablation.kitchen_codes), None),
-        "NF4": (lambda: stock(decoded(state_dict, nf4_decoded)), NF4_BITS),
-    }
-    for name in GGUF:
-        through = partial(gguf_decoded, name=name)
-        bits = 8 * GGUF_FORMATS[name].bytes / GGUF_FORMATS[name].weights
-        made[name] = (lambda through=through: stock(decoded(state_dict, through)), bits)
-        if name in IN_INT8:
-            made[f"{name} in INT8"] = (lambda through=through: naive(stock(decoded(state_dict, through))), bits)
+    bits = {"NF4": NF4_BITS, **{name: 8 * GGUF_FORMATS[name].bytes / GGUF_FORMATS[name].weights for name in GGUF}}
+    made = {name: (make, bits.get(name)) for name, make in ablation.peers(state_dict, GGUF).items()}
+    made["ComfyUI W4A8"] = (partial(ablation.native, state_dict, ablation.kitchen_codes), None)
+    for name in IN_INT8:
+        made[f"{name} in INT8"] = (lambda make=made[name][0]: naive(make()), bits[name])
     for name, make in ((REFERENCE, stock), ("naive W8A8", lambda tensors: naive(stock(tensors)))):
         for at in STEP_CACHES:
             made[f"{name}, LazyCache {at}"] = (lambda make=make, at=at: step_cached(make(state_dict), at), None)
@@ -177,8 +167,6 @@ def run(
     state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str] | None, seed: int, batch: int
 ) -> dict[str, dict]:
     """Every variant, or the wanted ones: its images, latent errors, bytes and protected layers."""
-    import comfy.model_management
-
     from int8_dit.nodes.linears import stored_weights
     from int8_dit.nodes.linears.layer_selection import quantizable_linears
     from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
@@ -195,9 +183,7 @@ def run(
         found[name] = {"images": pictures(sampled), "errors": errors.tolist(), "bytes": size, "protected": protected}
         print(f"  {name}: {size / 1e6:.2f} MB, {errors.mean():.4f}", flush=True)
         if model is not base:
-            comfy.model_management.unload_all_models()
-            gc.collect()
-            comfy.model_management.soft_empty_cache()
+            release()
 
     keep(REFERENCE, base, None, [])
     calibration = calibrate(base, steps)
@@ -223,7 +209,7 @@ def sample_variants(arguments: argparse.Namespace, about: dict[str, object]) -> 
     from glyphs.outliers import plant
 
     texts = random_texts(arguments.pairs, arguments.seed)
-    state_dict = load_file(arguments.model)
+    state_dict = load_file(WORD_MODEL)
     state_dict = plant(state_dict) if arguments.planted else state_dict
     found = run(state_dict, texts, arguments.steps, arguments.variants, arguments.seed, arguments.batch)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -396,7 +382,6 @@ def evaluate(out: Path) -> None:
 def main() -> None:
     study = Study(__doc__, "words")
     study.option("--evaluate", action="store_true", help="read and compare what was sampled")
-    study.option("--model", type=Path, default=WORD_MODEL, help="the word model's bf16 file")
     study.option("--planted", action="store_true", help="with outlier channels that change no result in bf16")
     study.option("--pairs", type=int, default=300)
     study.option("--steps", type=int, default=STEPS)

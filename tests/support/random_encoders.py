@@ -34,7 +34,6 @@ class Encoder:
         factory: what makes its class, given what `detect` finds in the tensors of a file.
         detect: ComfyUI's function of that.
         tiny: settings of a small one.
-        depth: the name of the setting that says how many layers there are.
         vocabulary: how many ids of tokens there are; `tiny` may say another.
         writes: whether it goes on with a text, token by token.
         divided: parts of linears whose weights are divided by a number, so that random attention is not all on a token.
@@ -45,7 +44,6 @@ class Encoder:
     factory: Callable[..., type]
     detect: Callable[[Tensors], dict]
     tiny: Mapping[str, int]
-    depth: str
     vocabulary: int
     writes: bool
     divided: Mapping[str, float]
@@ -61,7 +59,6 @@ ENCODERS = {
             **{"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4},
             **{"num_attention_heads": 2, "num_key_value_heads": 1},
         },
-        "num_hidden_layers",
         151_936,
         True,
         {},
@@ -75,7 +72,6 @@ ENCODERS = {
         comfy.text_encoders.genmo.mochi_te,
         comfy.text_encoders.sd3_clip.t5_xxl_detect,
         {"vocab_size": 512, "d_model": 256, "d_ff": 512, "num_heads": 4, "num_layers": 2},
-        "num_layers",
         32_128,
         False,
         {"SelfAttention.q": 8.0},

@@ -235,23 +235,6 @@ FAMILIES = {
 }
 
 
-@dataclass(frozen=True)
-class Held:
-    """How one INT8 layer of this pack's is held."""
-
-    transform: ChannelTransform = UNCHANGED
-    activation_bits: int = 8
-
-
-Plan = Callable[[str, int], Held | None]
-"""(layer name, input channels) -> how a quantizable layer is held; None for bf16."""
-
-
-def plain(name: str, channels: int) -> Held:
-    """Every layer in INT8, as in a native file."""
-    return Held()
-
-
 class RandomModel:
     """The tensors of one family's model and the MODELs that can be built of them, the same weights in each.
 
@@ -293,26 +276,21 @@ class RandomModel:
 
     def native(self, rotation_group: int | None = None) -> Tensors:
         """The same in ComfyUI's native INT8, a scale per output channel; ConvRot with a group."""
-        return self._quantized(lambda weight: native_layer(weight, ChannelTransform(None, rotation_group)))
+        transform = ChannelTransform(None, rotation_group)
+        return self._quantized(lambda weight: native_layer(weight, transform))
 
     def coded(self) -> Tensors:
         """The same in ComfyUI's W4A8; a layer that cannot be rotated is in native INT8."""
         return self._quantized(coded_layer)
 
     def _quantized(self, quantized: Callable[[torch.Tensor], Tensors]) -> Tensors:
-        tensors = {}
+        tensors: Tensors = {}
         for name in self.shapes:  # one by one: they need not fit on the device in floats
             tensors[name] = self.tensor(name)
             layer = name.removesuffix(".weight")
             if layer != name and layer in self.layers:
                 tensors |= {f"{layer}.{part}": t for part, t in quantized(tensors[name]).items()}
         return tensors
-
-    def factors(self, name: str, channels: int) -> torch.Tensor:
-        """Smoothing factors of a layer in [0.5, 2], the same for all of as many channels in one module: among them are
-        those that read one input."""
-        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.rpartition(".")[0].encode()))
-        return 2 ** (2 * torch.rand(channels, generator=generator, device=self.device) - 1)
 
     def bf16_model(self) -> ModelPatcher:
         """The MODEL of ComfyUI's loader in bf16."""
@@ -322,18 +300,10 @@ class RandomModel:
         """The MODEL of ComfyUI's loader in native INT8."""
         return comfy.sd.load_diffusion_model_state_dict(self.native(rotation_group), metadata=self.family.metadata())
 
-    def int8_model(self, plan: Plan = plain) -> ModelPatcher:
-        """The MODEL of this pack, its quantizable layers held as `plan` says."""
+    def int8_model(self) -> ModelPatcher:
+        """The MODEL of this pack, every quantizable layer in INT8."""
 
-        def held(name: str, weight: torch.Tensor) -> torch.Tensor | None:
-            form = plan(name, weight.shape[1])
-            if form is None:
-                return None
-            return int8_weight(
-                *quantize_weight(weight, form.transform), self.dtype, form.transform, form.activation_bits
-            )
-
-        return self._built(held)
+        return self._built(lambda name, weight: int8_weight(*quantize_weight(weight), self.dtype))
 
     def coded_model(self) -> ModelPatcher:
         """The MODEL of this pack in W4A8: every quantizable layer that it can be, the others in INT8."""
