@@ -10,6 +10,7 @@ from kernels.benchmark import IDEOGRAM4_SHAPES
 from kernels.linear.int8_linear import int8_gemm
 from kernels.linear.linear_reference import int8_accumulate_reference
 from kernels.linear.tiles import ARCHITECTURES, gpu_architecture
+from support.gpu import needs_gpu_memory
 from support.tensors import int8_accumulate, random_int8
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -52,16 +53,24 @@ IDEOGRAM4 = tuple((shape.tokens or tokens, shape.n, shape.k) for shape in IDEOGR
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-22}
 
 
+ROWS = 2048  # that are compared at a time
+
+
 @pytest.mark.parametrize("out_dtype", ROUNDING)
 @pytest.mark.parametrize("m, n, k", (*LARGEST, *IDEOGRAM4))
 def test_the_largest_shapes(m, n, k, out_dtype):
+    """Two outputs of up to 4 bytes, and what float64 makes of some rows: up to 17 GiB."""
+    with needs_gpu_memory(1 + (8 * m + 80 * ROWS) * n / 2**30):
+        compare_with_reference(m, n, k, out_dtype)
+
+
+def compare_with_reference(m, n, k, out_dtype):
     q, weight = random_int8(m, k, seed=1), random_int8(n, k, seed=2)
     q_scale, weight_scale = torch.rand(m, device="cuda") / k, torch.rand(n, device="cuda") / 127
     out = int8_gemm(q, q_scale, weight, weight_scale, None, out_dtype)
-    accumulator = int8_accumulate(q, weight)
-    for rows in torch.arange(m, device="cuda").split(8192):
-        first, last = rows[0].item(), rows[-1].item() + 1
-        expected = int8_accumulate_reference(q[first:last], weight)
-        assert torch.equal(accumulator[first:last], expected)
-        scaled = expected.double() * q_scale[first:last, None].double() * weight_scale.double()
-        assert ((out[first:last].double() - scaled).abs() <= ROUNDING[out_dtype] * scaled.abs() + 2.0**-20).all()
+    for rows in zip(*(x.split(ROWS) for x in (q, q_scale, out, int8_accumulate(q, weight))), strict=True):
+        quantized, scale, result, accumulator = rows
+        expected = int8_accumulate_reference(quantized, weight)
+        assert torch.equal(accumulator, expected)
+        scaled = expected.double() * scale[:, None].double() * weight_scale.double()
+        assert ((result.double() - scaled).abs() <= ROUNDING[out_dtype] * scaled.abs() + 2.0**-20).all()
