@@ -5,7 +5,6 @@ pixel space and every pixel takes its brightness from the distance to the neares
 antialiased, keeps their thickness independent of the transform, and is one batched expression on any device.
 """
 
-from dataclasses import dataclass
 from itertools import pairwise
 from math import cos, pi, radians, sin
 
@@ -20,17 +19,12 @@ Point = tuple[float, float]
 Stroke = list[Point]
 
 
-@dataclass(frozen=True)
-class Variation:
-    """Half-ranges (or ranges) of the uniform random variation that `draw` applies."""
-
-    shift: float = 4.0  # px, in x and in y
-    scale: tuple[float, float] = (0.85, 1.10)
-    rotation: float = 6.0  # degrees
-    slant: float = 0.12  # x moved per unit of y
-    radius: tuple[float, float] = (1.9, 3.1)  # half the stroke thickness, px
-
-
+# Half-ranges, or ranges, of the uniform random variation that `draw` applies.
+SHIFT = 4.0  # px, in x and in y
+SCALE = (0.85, 1.10)
+ROTATION = 6.0  # degrees
+SLANT = 0.12  # x moved per unit of y
+RADIUS = (1.9, 3.1)  # half the stroke thickness, px
 CANONICAL_RADIUS = 2.5  # px
 
 
@@ -144,32 +138,14 @@ def affine(scale: torch.Tensor, rotation: torch.Tensor, slant: torch.Tensor) -> 
 
 
 def draw(
-    classes: torch.Tensor,
-    generator: torch.Generator | None = None,
-    device: torch.device | str = "cpu",
-    variation: Variation = Variation(),
+    classes: torch.Tensor, generator: torch.Generator | None = None, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """Draw characters with random variation.
 
     classes: int64 [B], places in ALPHABET; generator must live on `device`. Returns float32 [B, 64, 64] in [0, 1].
     """
-    classes = classes.to(device)
     random = torch.rand(len(classes), 6, generator=generator, device=device)
     signed = random * 2 - 1
-    low, high = variation.scale
-    thin, thick = variation.radius
-    transform = affine(
-        low + (high - low) * random[:, 2], variation.rotation * signed[:, 3], variation.slant * signed[:, 4]
-    )
-    return render(classes, transform, variation.shift * signed[:, :2], thin + (thick - thin) * random[:, 5])
-
-
-def templates() -> torch.Tensor:
-    """The undisturbed characters in the order of ALPHABET: float32 [36, 64, 64] in [0, 1], on the CPU."""
-    count = len(ALPHABET)
-    return render(
-        torch.arange(count),
-        torch.eye(2).expand(count, 2, 2),
-        torch.zeros(count, 2),
-        torch.full((count,), CANONICAL_RADIUS),
-    )
+    (low, high), (thin, thick) = SCALE, RADIUS
+    transform = affine(low + (high - low) * random[:, 2], ROTATION * signed[:, 3], SLANT * signed[:, 4])
+    return render(classes.to(device), transform, SHIFT * signed[:, :2], thin + (thick - thin) * random[:, 5])

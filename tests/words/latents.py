@@ -10,8 +10,7 @@ node    float [B, 16, 16, 48], what ComfyUI's nodes pass around; for the SD3 fam
 import torch
 import torch.nn.functional as F
 
-from glyphs.latents import model_to_node as model_to_node  # both models are of the SD3 family
-from glyphs.latents import node_to_model as node_to_model
+from glyphs.latents import node_to_model as node_to_model  # both models are of the SD3 family
 
 BLOCK = 4  # image pixels per latent pixel, each way
 CHANNELS = BLOCK * BLOCK
