@@ -144,16 +144,11 @@ def test_the_registry_reports_nothing(packed):
     ),
 )
 def test_what_the_registry_reports_is_found(text):
+    """And what it lets pass is not."""
     assert findings({"a.py": text})
-
-
-def test_code_that_a_browser_runs_is_found():
     assert len(findings({"a.js": "eval(text);\nnew Function(text);\nmodel.evaluate(text);"})) == 2
-
-
-def test_what_the_registry_lets_pass_is_not_found():
-    text = "import re\nre.compile('a')\nmodel.training = False\nimport torch\ntorch.load('a.pt', weights_only=True)"
-    assert not findings({"a.py": text})
+    passes = "import re\nre.compile('a')\nmodel.training = False\nimport torch\ntorch.load('a.pt', weights_only=True)"
+    assert not findings({"a.py": passes})
 
 
 def test_there_are_files_alone_in_the_package_and_none_that_python_made(packed):
