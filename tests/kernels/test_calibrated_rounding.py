@@ -8,7 +8,6 @@ import torch
 
 import kernels.quantization.weight_rounding as weight_rounding
 from kernels import (
-    ActivationStatistics,
     ChannelTransform,
     TransformPlan,
     expand_codes,
@@ -26,7 +25,7 @@ from kernels.quantization.weight_rounding import (
     round_columns_reference,
 )
 from kernels.weights.weight_reference import CANDIDATES, DEFAULT_CODEBOOK
-from support.tensors import DEVICE, random_float, relative_error
+from support.tensors import DEVICE, random_float, relative_error, statistics_of
 
 NEAREST = TransformPlan()
 
@@ -41,13 +40,6 @@ def correlated(tokens, channels, seed=0, common=6):
     """Rows in which the channels follow a few common causes; the same ones for every seed."""
     causes = random_float(common, channels, seed=100)
     return random_float(tokens, common, seed=seed) @ causes + 0.2 * random_float(tokens, channels, seed=seed + 1)
-
-
-def statistics_of(x, calls=16):
-    statistics = ActivationStatistics()
-    for rows in x.split(len(x) // calls):
-        statistics.update(rows)
-    return statistics
 
 
 def output_error(x, w, q, scale):
@@ -129,7 +121,7 @@ def test_a_group(plans, clip, activation_bits):
     """The transform and the scales are those of nearest rounding, and errors are never larger."""
     weights = {name: random_float(48, 192, seed=ord(name)) for name in "ab"}
     group = {name: (lambda w=w: w) for name, w in weights.items()}
-    statistics = statistics_of(correlated(64, 192))
+    statistics = statistics_of(correlated(64, 192).split(4))
     nearest, calibrated = (
         quantize_group(group, plans, statistics, clip, activation_bits, rounding)
         for rounding in ("nearest", "calibrated")
@@ -157,7 +149,7 @@ def test_it_can_be_stopped_inside_of_a_layer():
 
     w = random_float(48, 192, seed=1)
     with interruptible(stop), pytest.raises(Stop):
-        quantize_group({"a": lambda: w}, [NEAREST], statistics_of(correlated(64, 192)), rounding="calibrated")
+        quantize_group({"a": lambda: w}, [NEAREST], statistics_of(correlated(64, 192).split(4)), rounding="calibrated")
 
 
 def codebook():
@@ -243,7 +235,7 @@ def test_correlated_inputs_lose_less_in_codes_too(channels):
 @pytest.mark.parametrize("recorded", (False, True))
 def test_a_group_in_codes(recorded):
     x, weights = correlated(64, 128), {name: random_float(32, 128, seed=seed) for seed, name in enumerate("qkv")}
-    statistics = statistics_of(x)
+    statistics = statistics_of(x.split(4))
     loads = {name: lambda w=w: w for name, w in weights.items()}
     results = quantize_group(
         loads, [TransformPlan(None, 64)], statistics if recorded else None, rounding="calibrated", in_codes=True

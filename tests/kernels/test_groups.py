@@ -9,7 +9,6 @@ from kernels import (
     ALPHAS,
     METHODS,
     UNCHANGED,
-    ActivationStatistics,
     ChannelTransform,
     Protection,
     TransformPlan,
@@ -21,7 +20,7 @@ from kernels import (
 from kernels.quantization.groups import least_worst, rotation_group_of
 from kernels.quantization.output_error import OutputError, relative_rounding_error
 from kernels.quantization.smoothing import smoothing_factors
-from support.tensors import DEVICE, random_float, relative_error, rotation_matrix
+from support.tensors import DEVICE, random_float, relative_error, rotation_matrix, statistics_of
 
 
 def outlier_inputs(tokens=64, channels=128, seed=0, factor=60.0, outliers=(7, 100)):
@@ -30,11 +29,8 @@ def outlier_inputs(tokens=64, channels=128, seed=0, factor=60.0, outliers=(7, 10
     return x
 
 
-def statistics_of(x):
-    statistics = ActivationStatistics()
-    for rows in x.split(4):
-        statistics.update(rows)
-    return statistics
+def statistics_of_rows(x):
+    return statistics_of(x.split(4))
 
 
 def exact_error(x, w, transform=UNCHANGED, clip=False):
@@ -147,7 +143,9 @@ def test_an_unknown_method_is_refused():
 @pytest.mark.parametrize("method", METHODS)
 def test_a_result_is_what_its_transform_says(method):
     x, w = outlier_inputs(), random_float(48, 128, seed=1)
-    result = quantize_group({"layer": lambda: w}, transform_candidates(method, [0.5], 128), statistics_of(x))["layer"]
+    result = quantize_group({"layer": lambda: w}, transform_candidates(method, [0.5], 128), statistics_of_rows(x))[
+        "layer"
+    ]
     smooth = None
     if result.plan.alpha is not None:
         smooth = smoothing_factors(x.abs().amax(0), w.abs().amax(0), result.plan.alpha)
@@ -167,7 +165,7 @@ def test_a_searched_alpha_is_never_worse(seed, alpha):
     x, w = outlier_inputs(seed=seed, factor=3.0 ** (seed + 1)), random_float(48, 128, seed=seed + 1)
     alphas = list(dict.fromkeys([alpha, *ALPHAS]))
     given, searched = (
-        quantize_group({"layer": lambda: w}, transform_candidates("smooth", tried, 128), statistics_of(x))["layer"]
+        quantize_group({"layer": lambda: w}, transform_candidates("smooth", tried, 128), statistics_of_rows(x))["layer"]
         for tried in ([alpha], alphas)
     )
     assert searched.error <= given.error
@@ -187,7 +185,7 @@ def test_no_member_of_a_group_loses_by_the_search(method, seed):
     weights["b"][:, 7] *= 30
     group = {name: (lambda w=w: w) for name, w in weights.items()}
     given, searched = (
-        quantize_group(group, plans, statistics_of(x))
+        quantize_group(group, plans, statistics_of_rows(x))
         for plans in (transform_candidates("smooth", [0.5], 128), transform_candidates(method, [0.5, *ALPHAS], 128))
     )
     assert searched["a"].plan == searched["b"].plan
@@ -207,7 +205,7 @@ def test_least_error_scales_are_used_where_they_are_asked_for(names, alphas):
     weights = {name: random_float(48, 4096, seed=ord(name)) for name in names}
     group = {name: (lambda w=w: w) for name, w in weights.items()}
     for plans in (transform_candidates("smooth", alphas, 4096), transform_candidates("none", alphas, 4096)):
-        plain, clipped = (quantize_group(group, plans, statistics_of(x), clip) for clip in (False, True))
+        plain, clipped = (quantize_group(group, plans, statistics_of_rows(x), clip) for clip in (False, True))
         for name, w in weights.items():
             result = clipped[name]
             transform = result.transform.on(torch.device(DEVICE))
@@ -240,7 +238,9 @@ def test_a_bad_weight_is_named(method):
     group = {name: (lambda w=w: w) for name, w in weights.items()}
     with pytest.raises(ValueError, match=r"layer bad cannot be quantized: .*NaN or Inf"):
         quantize_group(
-            group, transform_candidates(method, [0.5], 64), statistics_of(outlier_inputs(channels=64, outliers=(7,)))
+            group,
+            transform_candidates(method, [0.5], 64),
+            statistics_of_rows(outlier_inputs(channels=64, outliers=(7,))),
         )
 
 
@@ -263,8 +263,8 @@ def test_output_error_with_16_bits(group):
 def test_a_group_with_16_bits_says_so():
     x, w = outlier_inputs(), random_float(40, 128, seed=1)
     tried = transform_candidates("smooth", [0.5], 128, 16)
-    (result,) = quantize_group({"a": lambda: w}, tried, statistics_of(x), activation_bits=16).values()
-    (with_8,) = quantize_group({"a": lambda: w}, tried, statistics_of(x)).values()
+    (result,) = quantize_group({"a": lambda: w}, tried, statistics_of_rows(x), activation_bits=16).values()
+    (with_8,) = quantize_group({"a": lambda: w}, tried, statistics_of_rows(x)).values()
     assert (result.activation_bits, with_8.activation_bits) == (16, 8)
     assert result.error < with_8.error
 

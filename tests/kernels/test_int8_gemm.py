@@ -48,16 +48,20 @@ def test_the_reference_is_exact_for_many_channels(passes):
         assert torch.equal(int8_accumulate_reference(q, weight).cpu().long(), exact_sums(q, weight))
 
 
-@pytest.mark.parametrize("passes", (1, 2))
-def test_accumulator_at_the_extremes_of_int8(passes):
-    q = torch.full((33, passes * 300), -127, dtype=torch.int8, device=DEVICE)
-    weight = torch.full((17, 300), 127, dtype=torch.int8, device=DEVICE)
-    assert torch.equal(int8_accumulate(q, weight).cpu().long(), exact_sums(q, weight))
+EXTREMES = torch.full((17, 300), 127, dtype=torch.int8, device=DEVICE)
+STRIDED = random_int8(80, 96, seed=1)[::2, 16:80]
 
 
-@pytest.mark.parametrize("channels", (64, 32))
-def test_strided_operands(channels):
-    q, weight = random_int8(80, 96, seed=1)[::2, 16:80], random_int8(40, 2 * channels, seed=2)[:, ::2]
+@pytest.mark.parametrize(
+    "q, weight",
+    (
+        (-EXTREMES, EXTREMES),
+        (-EXTREMES.repeat(1, 2), EXTREMES),  # K is walked twice
+        *((STRIDED, random_int8(40, 2 * channels, seed=2)[:, ::2]) for channels in (64, 32)),
+    ),
+    ids=("extremes", "extremes twice", "strided", "strided twice"),
+)
+def test_accumulator_of_extremes_and_of_strided_operands(q, weight):
     assert torch.equal(int8_accumulate(q, weight).cpu().long(), exact_sums(q, weight))
 
 

@@ -8,20 +8,13 @@ import torch
 
 from kernels import ActivationStatistics
 from kernels.quantization.statistics import ROWS_PER_CALL, SAMPLED_CALLS, RowSample
-from support.tensors import DEVICE, random_float
+from support.tensors import DEVICE, random_float, statistics_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def calls(count, channels=24, tokens=10, dtype=torch.float32):
     return [random_float(tokens, channels, seed=seed, dtype=dtype) for seed in range(count)]
-
-
-def statistics_of(inputs):
-    statistics = ActivationStatistics()
-    for x in inputs:
-        statistics.update(x)
-    return statistics
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -616,22 +616,15 @@ def test_a_call_that_is_interrupted_loses_nothing(card):
     assert card.choose(tuner=tuner) == CONFIGS[1]
 
 
-def test_while_a_graph_is_captured_nothing_is_tried(card, monkeypatch):
+@pytest.mark.parametrize("name, value", (("is_current_stream_capturing", True), ("current_stream", 7)))
+def test_while_a_graph_is_captured_and_beside_other_streams_nothing_is_tried(card, monkeypatch, name, value):
     known = dataclasses.replace(KEY, n=128)
     card.choose(known)
     tuner, card.timed = card.tuner(), []
     with monkeypatch.context() as context:
-        context.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        context.setattr(torch.cuda, name, lambda: value)
         assert {card.call(tuner) for _ in range(30)} == {CONFIGS[0]}
         assert card.call(tuner, known) == CONFIGS[1] and not card.timed
-    assert card.choose(tuner=tuner) == CONFIGS[1]
-
-
-def test_beside_other_streams_nothing_is_tried(card, monkeypatch):
-    tuner = card.tuner()
-    with monkeypatch.context() as context:
-        context.setattr(torch.cuda, "current_stream", lambda: 7)
-        assert {card.call(tuner) for _ in range(30)} == {CONFIGS[0]} and not card.timed
     assert card.choose(tuner=tuner) == CONFIGS[1]
 
 

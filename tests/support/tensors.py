@@ -45,6 +45,16 @@ def rotation_matrix(group):
     return (matrix / group**0.5).to(DEVICE)
 
 
+def statistics_of(inputs):
+    """What a calibration learns of the inputs of some calls."""
+    from kernels import ActivationStatistics
+
+    statistics = ActivationStatistics()
+    for x in inputs:
+        statistics.update(x)
+    return statistics
+
+
 def relative_error(actual, expected):
     """Norm of the difference relative to the norm of `expected`."""
     return float((actual - expected).norm() / expected.norm())
