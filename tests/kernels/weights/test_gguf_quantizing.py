@@ -19,7 +19,7 @@ LLAMA_CPP = {
     "uniform": (0.05458, 0.02761, 0.01325, 0.00376),
     "trained": (0.06813, 0.03450, 0.01690, 0.00512),
 }
-MODEL = Path(__file__).resolve().parents[1] / "data" / "glyph_dit.safetensors"
+MODEL = Path(__file__).resolve().parents[2] / "data" / "glyph_dit.safetensors"
 CASES = [(name, kind, error) for kind, errors in LLAMA_CPP.items() for name, error in zip(MADE, errors, strict=True)]
 
 

@@ -30,7 +30,7 @@ from support.limits import no_hang
 CONFIGS = tuple(ARCHITECTURES["Blackwell"].rates)
 CARD = "NVIDIA GeForce RTX 3090"
 KEY = TuningKey(CARD, 1024, 4608, 18432)
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[3]
 
 
 class Card:

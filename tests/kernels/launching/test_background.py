@@ -34,7 +34,7 @@ from support.tensors import DEVICE, random_float
 
 pytestmark = pytest.mark.usefixtures("nothing_kept")
 
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[3]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
