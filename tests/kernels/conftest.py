@@ -23,3 +23,13 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "formulas":
         monkeypatch.setattr("kernels.operators.uses_triton", lambda tensor: False)
     return request.param
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Which launches are to be compiled, each with who compiles it and its rank; none is."""
+    from kernels.launching.launching import Launch
+
+    found: list[tuple] = []
+    monkeypatch.setattr(Launch, "compile_by", lambda launch, by, rank, *given: found.append((by, rank, launch)))
+    return found
