@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import logging
+import os
 import re
 import signal
 import sys
@@ -76,8 +77,12 @@ class Study:
         self.device = comfy.model_management.get_torch_device()
         self.about = {"environment": describe_machine(self.device), "comfyui": comfyui_version}
         self.heading = f"{title(self.about['environment'])}, ComfyUI {comfyui_version}"
-        if "tuning_seconds" in arguments:
-            limit_tuning(arguments.tuning_seconds)
+        if seconds := getattr(arguments, "tuning_seconds", 0.0):
+            from int8_dit.kernels.linear import tuning
+
+            tuning._SECONDS_TO_SETTLE = seconds
+        elif "tuning_seconds" in arguments:
+            os.environ["INT8_DIT_TUNING"] = "off"
         return arguments
 
     def known(self, names: Sequence[str], table: Mapping[str, object]) -> Sequence[str]:
@@ -150,25 +155,6 @@ def release() -> None:
     comfy.model_management.soft_empty_cache()
 
 
-def limit_tuning(seconds: float) -> None:
-    """Let what is measured be tuned for at most so long before that; not at all with 0."""
-    import os
-
-    from int8_dit.kernels.linear import tuning
-
-    if seconds:
-        tuning._SECONDS_TO_SETTLE = seconds
-    else:
-        os.environ["INT8_DIT_TUNING"] = "off"
-
-
-def _settle(run: Callable[[], object], device: torch.device) -> None:
-    """Run it until nothing is tried in it any more."""
-    from int8_dit.kernels import settle
-
-    settle(run, device)
-
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -183,10 +169,12 @@ def walls_and_hosts(
     runs: Mapping[str, Callable[[], object]], device: torch.device, repetitions: int
 ) -> dict[str, dict[str, float]]:
     """The same of several, which take turns: a host that is slow for a while is so for all."""
+    from int8_dit.kernels import settle
+
     walls: dict[str, list[float]] = {name: [] for name in runs}
     hosts: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
-        _settle(run, device)
+        settle(run, device)
     for round_ in range(-2, repetitions):
         for name, run in runs.items():
             synchronize(device)
@@ -211,9 +199,10 @@ def walls_and_hosts(
 def median_milliseconds(run: Callable[[], object], device: torch.device, repetitions: int) -> float:
     """Median time of one `run()` in milliseconds, after one call that compiles and warms up; each run starts with a
     cold L2."""
+    from int8_dit.kernels import settle
     from int8_dit.kernels.card.timing import Stopwatch
 
-    _settle(run, device)
+    settle(run, device)
     run()
     watch, spans = Stopwatch(device), []
     flush = torch.zeros(_FLUSH_BYTES // 4 if device.type == "cuda" else 0, dtype=torch.float32, device=device)
