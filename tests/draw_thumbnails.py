@@ -31,6 +31,7 @@ SIDE = 512
 HEADLINES = {
     "Try INT8 without a download": ("First INT8 image: now", "no download, any machine", True),
     "INT8 kernel benchmark": ("Is INT8 faster here?", "one click, no download", False),
+    "INT8 on a card with 8 GB": ("INT8 on 8 GB", "GGUF, as stored or INT8", False),
     "INT8 model with a LoRA": ("INT8 + LoRA", "Z-Image Turbo", False),
     "INT8 and EasyCache": ("INT8 and EasyCache", "the same seed, fewer steps", False),
     "Compare bf16 and INT8": ("bf16 or INT8?", "same seed, side by side", False),
@@ -82,7 +83,9 @@ def main() -> None:
     ):
         for path in TEMPLATES:
             headline, line, runs = HEADLINES[path.stem]
-            load(page, read(path))
+            workflow = read(path)
+            del workflow["extra"]["linearMode"]  # it opens as an app, whose picture says nothing
+            load(page, workflow)
             settle(page)
             if runs:
                 run(page, server)
