@@ -1,7 +1,7 @@
 """Plain LoRAs: patches that need no patched weight, since a product can take them as thin factors."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from comfy.model_management import cast_to_device
@@ -42,8 +42,8 @@ def add_lora(output: torch.Tensor, input: torch.Tensor, lora: LoRAFactors) -> No
 
 def plain_loras(patches: Sequence[tuple], shape: Sequence[int]) -> list[LoRAFactors]:
     """Return the factors of a ModelPatcher's patches of a weight if all are plain LoRAs that fit, else none."""
-    loras = [lora for patch in patches if (lora := lora_factors(patch, shape)) is not None]
-    return loras if len(loras) == len(patches) else []
+    loras = [lora_factors(patch, shape) for patch in patches]
+    return [] if None in loras else cast("list[LoRAFactors]", loras)
 
 
 def loras_of(functions: list, shape: Sequence[int]) -> list[LoRAFactors]:
