@@ -42,6 +42,7 @@ VARIANTS = {
     "pack": Variant("this pack, native INT8 file", RandomModel.int8_model),
     "exact": Variant("this pack + the fastest exact attention", lambda m: attending(m.int8_model(), AUTO)),
     "attention": Variant("this pack + INT8 attention", lambda m: attending(m.int8_model(), INT8)),
+    "rotated": Variant("this pack, smoothed and rotated file", lambda m: m.rotated_model(ROTATION_GROUP)),
     "codes": Variant("this pack, weights of 4 bits (W4A8)", RandomModel.coded_model),
     "compiled-bf16": Variant("bf16, torch.compile", lambda m: compiled(m.bf16_model()), compiles=True),
     "compiled-pack": Variant("this pack, torch.compile", lambda m: compiled(m.int8_model()), compiles=True),

@@ -300,10 +300,26 @@ class RandomModel:
         """The MODEL of ComfyUI's loader in native INT8."""
         return comfy.sd.load_diffusion_model_state_dict(self.native(rotation_group), metadata=self.family.metadata())
 
-    def int8_model(self) -> ModelPatcher:
-        """The MODEL of this pack, every quantizable layer in INT8."""
+    def int8_model(self, transform_of: Callable[[str, int], ChannelTransform] = lambda *_: UNCHANGED) -> ModelPatcher:
+        """The MODEL of this pack, every quantizable layer in INT8, its inputs transformed as this says of its name and
+        its input channels."""
 
-        return self._built(lambda name, weight: int8_weight(*quantize_weight(weight), self.dtype))
+        def held(name: str, weight: torch.Tensor) -> torch.Tensor:
+            transform = transform_of(name, weight.shape[1])
+            return int8_weight(*quantize_weight(weight, transform), self.dtype, transform)
+
+        return self._built(held)
+
+    def rotated_model(self, group: int) -> ModelPatcher:
+        """The same smoothed and rotated. Smoothing factors in [0.5, 2] are the same for all layers of as many channels
+        in one module: among them are those that read one input."""
+
+        def transform_of(name: str, channels: int) -> ChannelTransform:
+            generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.rpartition(".")[0].encode()))
+            factors = 2 ** (2 * torch.rand(channels, generator=generator, device=self.device) - 1)
+            return ChannelTransform(factors, group)
+
+        return self.int8_model(transform_of)
 
     def coded_model(self) -> ModelPatcher:
         """The MODEL of this pack in W4A8: every quantizable layer that it can be, the others in INT8."""
