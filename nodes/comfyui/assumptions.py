@@ -121,7 +121,7 @@ def _obstacle(name: str) -> str:
     """What is missing of an assumption, in a few words; "" where nothing is."""
     name, _, keywords = name.removesuffix(")").partition("(")
     module, _, path = name.partition(":")
-    said = f"{module}.{path}"
+    said = name.replace(":", ".")
     try:
         found: Any = importlib.import_module(module)
         for part in path.split("."):
