@@ -24,10 +24,10 @@ from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, cast, 
 
 import torch
 
+from .call_cache import CACHE, store
 from .card.device import uses_triton
 from .checks import check_same_device
 from .compilers import is_dispatched
-from .kept import KEPT, keep
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -240,13 +240,13 @@ class Operator(Generic[P, R]):
             else:
                 layouts += tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
         key = (self, launches, self._options(flat), *layouts)
-        known = KEPT.get(key)
+        known = CACHE.get(key)
         if known is not None:
             return known
         results, launch = self._results(arguments, tensors), None
         if launches and all(tensor is None or tensor.numel() for tensor in tensors):
             launch = self.launch(*flat, *arguments[len(self._parameters) :])
-        return keep(key, (launch, results))
+        return store(key, (launch, results))
 
     def _results(self, arguments: Sequence[Any], tensors: Tensors) -> Sequence[Result]:
         """Return the results' layouts. Raises what the function does, and ValueError for tensors on two devices."""

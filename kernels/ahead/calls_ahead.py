@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from ..call_cache import CACHE, store
 from ..card.device import fused_obstacle, takes_kernels
 from ..card.machine import triton_available
 from ..fused_ops.fused_ops import Norm, activate_quantize, gated_residual, norm_quantize, norm_rope
-from ..kept import KEPT, keep
 from ..launching.background import Background, beside_calls, beside_loading
 from ..linear.channel_transform import ChannelTransform
 from ..linear.int8_linear import quantize_activations
@@ -60,9 +60,9 @@ def compile_ahead(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     key = (compile_ahead, frozenset(forms), block, dtype, device, frozenset(others))
-    if device.type != "cuda" or fused_obstacle(device) is not None or key in KEPT:
+    if device.type != "cuda" or fused_obstacle(device) is not None or key in CACHE:
         return
-    keep(key, True)
+    store(key, True)
     beside_loading.submit(0, partial(_compile, tuple(forms), block, dtype, device, tuple(others)))
 
 

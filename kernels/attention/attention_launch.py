@@ -11,7 +11,7 @@ import torch
 from ..internals.gluon import HAS_GLUON
 from ..internals.triton_runtime import is_unfit
 from ..launching.launching import Build, Launcher, built
-from ..linear.exactness import WrongResult, asked_once
+from ..linear.exactness import WrongResult, check_once
 from ..linear.tuning import device_name
 from ..operators import OperatorLaunch, Tensors
 from .attention_exactness import check_attention
@@ -185,7 +185,7 @@ def _is_right(
             return False
         return True
 
-    return asked_once((check_attention, tiles, half_sums, scaled, dtype, width, device), device, found)
+    return check_once((check_attention, tiles, half_sums, scaled, dtype, width, device), device, found)
 
 
 def _usable_gluon_tiles(v: torch.Tensor, channels: int, half_sums: bool, scaled: bool) -> AttentionTiles | None:

@@ -18,10 +18,10 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend
 
+from ..call_cache import CACHE, store
 from ..card.choices import Choices
 from ..card.machine import describe_machine, kernel_source_hash
-from ..internals.torch_functions import in_attention_order
-from ..kept import KEPT, keep
+from ..internals.torch_functions import with_backend_order
 from .int8_attention import float_attention, takes_float_attention
 
 FLASH, CUDNN, EFFICIENT, TRITON, PYTORCH = "flash", "cuDNN", "efficient", "Triton", "PyTorch's choice"
@@ -68,7 +68,7 @@ def _machine_of(device: torch.device) -> dict[str, str]:
 
 ATTENTION_CHOICES = Choices("attention", AttentionShape._fields, EXACT_WAYS, _machine_of)
 """What Kernel Benchmark found of exact attention."""
-ATTENTION_CHOICES.after_change.append(KEPT.clear)
+ATTENTION_CHOICES.after_change.append(CACHE.clear)
 
 _Plan = tuple[str | None, bool]
 """How calls of one layout are computed: by which way, None for PyTorch by itself; and whether each head of q gets keys
@@ -97,14 +97,14 @@ def exact_attention(
         way, repeats = _plan_for_compiler(q, mask, grouped)
         return attend_by(way, q, k, v, mask, scale, grouped, repeats)
     key = _layout(q, k, v, mask, grouped)
-    known = KEPT.get(key)
+    known = CACHE.get(key)
     if known is not None:
         way, repeats = known
         return attend_by(way, q, k, v, mask, scale, grouped, repeats)
     for way, repeats in _candidates(q, k, v, mask, grouped):
         try:
             result = attend_by(way, q, k, v, mask, scale, grouped, repeats)
-            keep(key, (way, repeats))
+            store(key, (way, repeats))
             return result
         except RuntimeError as error:  # a way that promised too much
             if way is None or isinstance(error, torch.OutOfMemoryError):
@@ -131,7 +131,7 @@ def fastest_way(
     mask = _with_axes(mask)
     if torch.compiler.is_compiling():
         return _plan_for_compiler(q, mask, grouped)[0]
-    return (KEPT.get(_layout(q, k, v, mask, grouped)) or next(_candidates(q, k, v, mask, grouped)))[0]
+    return (CACHE.get(_layout(q, k, v, mask, grouped)) or next(_candidates(q, k, v, mask, grouped)))[0]
 
 
 def exact_ways(
@@ -218,7 +218,7 @@ def attend_by(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
     if way == TRITON:
         return float_attention(q, k, v, _with_axes(mask), scale)
-    return in_attention_order(_ORDERS[way], attend_by, PYTORCH, q, k, v, mask, scale, enable_gqa)
+    return with_backend_order(_ORDERS[way], attend_by, PYTORCH, q, k, v, mask, scale, enable_gqa)
 
 
 def _repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from .attention_rows import (
     COMFYUI_CHOICE,
     AttentionResult,
     AttentionShape,
-    AttentionWork,
+    AttentionSizes,
     attention_memory,
     benchmark_attention,
     ideogram4_attention,

@@ -18,7 +18,7 @@ from ..attention.exact_attention import (
 )
 from ..attention.int8_attention import int8_attention, int8_attention_obstacle
 from ..internals.kitchen import kitchen_attention
-from ..internals.torch_functions import in_attention_order
+from ..internals.torch_functions import with_backend_order
 from .shape_results import ERROR_ROWS, Times, Unavailable, sampled_rows
 
 _MOST_TOKENS_OF_IDEOGRAM4 = 1 << 15  # the time grows with their square
@@ -27,7 +27,7 @@ _MOST_ELEMENTS_ON_CPU = 1 << 20  # of the logits: what a CPU does in a fraction 
 
 
 @dataclass(frozen=True)
-class AttentionWork:
+class AttentionSizes:
     """The sizes of one attention call of a model."""
 
     name: str
@@ -49,11 +49,11 @@ class AttentionWork:
         return f"{samples}{self.heads} heads{grouped} of {head_dim}, {tokens}{across} tokens{', masked' * masked}"
 
 
-def ideogram4_attention(tokens: int, device: torch.device) -> list[AttentionWork]:
+def ideogram4_attention(tokens: int, device: torch.device) -> list[AttentionSizes]:
     """Return the calls of Ideogram 4 to time on a device: with so many tokens of image and text, if it has so many, and
     with those of 2048 px, where attention is most of a step. One where both are the same."""
     sizes = {"Ideogram 4": min(tokens, _MOST_TOKENS_OF_IDEOGRAM4), "Ideogram 4, 2048 px": _TOKENS_AT_2048_PX}
-    calls = [AttentionWork(name, 18, AttentionShape(size, size, 256, False), 18) for name, size in sizes.items()]
+    calls = [AttentionSizes(name, 18, AttentionShape(size, size, 256, False), 18) for name, size in sizes.items()]
     first, second = (feasible_call(call, device) for call in calls)
     return [first] if first.shape == second.shape else [first, second]
 
@@ -63,7 +63,7 @@ class AttentionOperands:
 
     copies = 1
 
-    def __init__(self, call: AttentionWork, device: torch.device) -> None:
+    def __init__(self, call: AttentionSizes, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(tokens: int, heads: int) -> torch.Tensor:
@@ -120,7 +120,7 @@ def _exact(way: str, operands: AttentionOperands) -> Callable[[int], torch.Tenso
 
 def _comfyui(operands: AttentionOperands) -> Callable[[int], torch.Tensor]:
     call = PYTORCH, operands.q, operands.k, operands.v, operands.mask, None, operands.grouped
-    return lambda _: in_attention_order(COMFYUI_ORDER, attend_by, *call)
+    return lambda _: with_backend_order(COMFYUI_ORDER, attend_by, *call)
 
 
 def _kitchen(operands: AttentionOperands) -> Callable[[int], torch.Tensor]:
@@ -152,7 +152,7 @@ class AttentionResult(Times):
     """The times of one call."""
 
     reference: ClassVar[str] = COMFYUI_CHOICE
-    call: AttentionWork
+    call: AttentionSizes
 
     @property
     def name(self) -> str:
@@ -169,14 +169,14 @@ class AttentionResult(Times):
         return super().as_json() | {"call": vars(self.call) | {"shape": self.call.shape._asdict()}}
 
 
-def attention_memory(call: AttentionWork) -> int:
+def attention_memory(call: AttentionSizes) -> int:
     """Return the peak bytes of `benchmark_attention`, rounded up: float32 draws, INT8 copies, some float64 rows."""
     queries, keys = call.heads * call.shape.tokens, call.key_heads * call.shape.keys
     logits = 32 * min(call.shape.tokens, 2 * ERROR_ROWS) * call.shape.keys
     return call.batch * call.shape.head_dim * (16 * queries + 24 * keys) + logits
 
 
-def feasible_call(call: AttentionWork, device: torch.device) -> AttentionWork:
+def feasible_call(call: AttentionSizes, device: torch.device) -> AttentionSizes:
     """Return the call to time: on a CPU with fewer tokens, as many of both kinds at most."""
     if device.type != "cpu":
         return call
@@ -186,7 +186,7 @@ def feasible_call(call: AttentionWork, device: torch.device) -> AttentionWork:
 
 
 def benchmark_attention(
-    call: AttentionWork, device: torch.device, methods: Sequence[AttentionMethod] = ATTENTION_METHODS, **how: Any
+    call: AttentionSizes, device: torch.device, methods: Sequence[AttentionMethod] = ATTENTION_METHODS, **how: Any
 ) -> AttentionResult:
     """Time `methods` on one call by `Times.measure`, whose keywords these are; on a CPU for fewer tokens."""
     result = AttentionResult(feasible_call(call, device))

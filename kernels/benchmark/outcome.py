@@ -13,7 +13,7 @@ from ..card.choices import Shape, fastest
 from ..card.device import BF16, FUSED
 from ..card.machine import title
 from .anonymous import anonymous
-from .attention_rows import AttentionResult, AttentionWork
+from .attention_rows import AttentionResult, AttentionSizes
 from .health import Health
 from .methods import METHOD_OF_WAY
 from .shape_results import LinearShape, ShapeResult, markdown
@@ -58,7 +58,7 @@ class ForwardSplit:
     """Whether the model as it is computes all linears in floats."""
     blocks: Sequence[BlockCalls] = ()
     """The repeated blocks, which hold nearly all linears."""
-    attention_calls: Sequence[AttentionWork] = ()
+    attention_calls: Sequence[AttentionSizes] = ()
     """Those that together take nearly all of its time, the longest first."""
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .kept_files import is_milliseconds, is_size, path_for, read_object, write_object
+from .json_files import is_milliseconds, is_size, path_for, read_object, write_object
 
 # The share by which another way must be faster than the usual one: less is noise.
 _MARGIN = 0.03

@@ -22,7 +22,7 @@ def scaled_mm(q: torch.Tensor, q_scale: torch.Tensor, weight: torch.Tensor, weig
     return function(q, weight, q_scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def in_attention_order(
+def with_backend_order(
     order: Sequence[SDPBackend], attend: Callable[..., torch.Tensor], *args: object, **kwargs: object
 ) -> torch.Tensor:
     """Return `attend(*args, **kwargs)` with these backends of PyTorch's attention first, in their order.

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ..call_cache import CACHE, store
 from ..internals.function_modes import without_memory
 from ..internals.torch_functions import current_device
 from ..internals.triton_runtime import (
@@ -35,7 +36,6 @@ from ..internals.triton_runtime import (
     is_unfit,
     unspecialized,
 )
-from ..kept import KEPT, keep
 from ..operators import Result, Tensors
 from .background import Background, beside_loading, foreground
 
@@ -159,7 +159,7 @@ class Launcher:
         dtypes = tuple([tensor.dtype for tensor in tensors])
         specialized = _specialized(numbers, len(tensors), self._unspecialized)
         key = (self, tensors[0].get_device(), form, dtypes, begin, specialized)
-        return KEPT.get(key) or keep(key, Launch(self.kernel, *self.build(*form)))
+        return CACHE.get(key) or store(key, Launch(self.kernel, *self.build(*form)))
 
 
 def constant_launcher(kernel: Any, **options: object) -> Launcher:

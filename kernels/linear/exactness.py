@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..kept import KEPT, kept
+from ..call_cache import CACHE, cached
 from ..launching.launching import is_capturing
 from .gemm_kernel import Operands
 from .linear_reference import int8_accumulate_reference
@@ -22,13 +22,13 @@ class WrongResult(Exception):
     """A kernel does not compute what it should."""
 
 
-def asked_once(key: tuple, device: torch.device, ask: Callable[[], bool]) -> bool:
+def check_once(key: tuple, device: torch.device, ask: Callable[[], bool]) -> bool:
     """Return a card's answer, cached under `key`. False, and not cached, where it cannot be asked now: with too little
     memory, and in the capture of a CUDA graph, in which no result can be read."""
-    if key not in KEPT and is_capturing(device):
+    if key not in CACHE and is_capturing(device):
         return False
     try:
-        return kept(key, ask)
+        return cached(key, ask)
     except torch.cuda.OutOfMemoryError:
         return False
 

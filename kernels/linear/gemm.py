@@ -14,7 +14,7 @@ from ..launching.background import Background, beside_calls
 from ..launching.launching import Launcher, StandIn, begin_on_16, contiguous, dense, is_capturing, on_device
 from ..memory_plan import unplanned_memory
 from ..operators import Tensors
-from .exactness import WrongResult, asked_once, check_exact
+from .exactness import WrongResult, check_exact, check_once
 from .gemm_kernel import Operands, gemm_build, int8_gemm_kernel
 from .tiles import KITCHEN, PIPELINES, GemmConfig, gemm_candidates
 from .tuning import device_name, tuner
@@ -208,7 +208,7 @@ def _is_exact(config: GemmConfig, operands: Operands) -> bool:
             return False
         return True
 
-    return asked_once((check_exact, config.kernel, config.split_k > 1, device, *form), device, found)
+    return check_once((check_exact, config.kernel, config.split_k > 1, device, *form), device, found)
 
 
 def _own_config(operands: Operands) -> GemmConfig:
@@ -234,7 +234,7 @@ def _gives_the_same(launch: KitchenLaunch, operands: Operands) -> bool:
             return torch.equal(out, other.out)
 
     key = (KITCHEN, q.shape, weight.shape, q.device, out.dtype, bias is not None, operands.has_one_scale)
-    return asked_once(key, q.device, found)
+    return check_once(key, q.device, found)
 
 
 def _candidates(operands: Operands) -> list[GemmConfig]:

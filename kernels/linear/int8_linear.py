@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..call_cache import CACHE, ExpiringEntry, cached, store
 from ..card.device import fused_obstacle
 from ..checks import check_dtype, check_matrix, check_vector, check_weight_scale
 from ..compilers import is_dispatched
 from ..internals.torch_functions import current_device
-from ..kept import KEPT, KeptFor, keep, kept
 from ..operators import Operation, operator
 from .channel_transform import UNCHANGED, ChannelTransform
 from .linear_reference import (
@@ -172,12 +172,12 @@ class RepeatedLinear:
         """Return the one for all linears like this one."""
         layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in weight]
         key = (RepeatedLinear, *layouts, rotation_group, activation_bits)
-        return kept(key, lambda: RepeatedLinear(weight, rotation_group, activation_bits))
+        return cached(key, lambda: RepeatedLinear(weight, rotation_group, activation_bits))
 
     def __call__(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """Return `int8_linear` of x [..., K]: [..., N] in the dtype of `x`. Raises what that does."""
         key = (self, x.shape, x.dtype, None if bias is None else bias.dtype)
-        known, begin, smooth = KEPT.get(key), None, weight[2]
+        known, begin, smooth = CACHE.get(key), None, weight[2]
         if known is not None and x.is_contiguous():
             begin = self._addresses(x, x if smooth is None else smooth, weight, bias)
         if known is None or begin is None:
@@ -198,12 +198,12 @@ class RepeatedLinear:
         quantizes = linear_rows(x, weight[0]), transform, self._activation_bits
         quantized = quantize_activations(*quantizes)
         out = self.multiply(quantized, weight, bias, x.shape[:-1], x.dtype)
-        multiply = KEPT.get((self, x.dtype, quantized[0].shape, key[-1]))
-        passes = multiply is None or isinstance(multiply, KeptFor)
+        multiply = CACHE.get((self, x.dtype, quantized[0].shape, key[-1]))
+        passes = multiply is None or isinstance(multiply, ExpiringEntry)
         quantize = None if passes else quantize_activations.direct(*quantizes)
         if quantize is not None:
             rows, row_bytes = quantized[0].shape
-            keep(key, (quantize, multiply, rows, rows * row_bytes + 15 & -16, (*x.shape[:-1], self._n)))
+            store(key, (quantize, multiply, rows, rows * row_bytes + 15 & -16, (*x.shape[:-1], self._n)))
         return out
 
     def multiply(
@@ -220,7 +220,7 @@ class RepeatedLinear:
         """
         q, q_scale = quantized
         key = (self, dtype, q.shape, None if bias is None else bias.dtype)
-        launch = KEPT.get(key)
+        launch = CACHE.get(key)
         if launch is not None and q.is_contiguous() and q_scale.is_contiguous():
             begin = self._addresses(q, q_scale, weight, bias)
             if begin is not None:
@@ -235,9 +235,9 @@ class RepeatedLinear:
             launch = int8_gemm.direct(*multiplies)
             passing = int8_gemm.passing(*multiplies) if launch is None else None
             if passing is not None:
-                launch = KeptFor(key, *passing)
+                launch = ExpiringEntry(key, *passing)
             if launch is not None:
-                keep(key, launch)
+                store(key, launch)
         return out.reshape(*leading, self._n)
 
     def _addresses(

@@ -10,7 +10,7 @@ from typing import Any
 import triton
 from filelock import FileLock
 
-from ..card.kept_files import is_milliseconds, is_size, path_for, read_object, write_object
+from ..card.json_files import is_milliseconds, is_size, path_for, read_object, write_object
 from ..card.machine import kernel_source_hash
 from .tiles import GemmConfig, is_offered
 

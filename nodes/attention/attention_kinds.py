@@ -11,7 +11,7 @@ import comfy_kitchen
 import torch
 
 from ...kernels import exact_attention, fastest_way, int8_attention, int8_attention_obstacle
-from ..comfyui.attention import comfyuis_attention, is_pytorchs, pytorch_attentions
+from ..comfyui.attention import comfyuis_attention, is_pytorch_attention, pytorch_attentions
 
 _comfy_kitchen: Any = comfy_kitchen  # what it has is asked for at run time
 
@@ -128,7 +128,7 @@ class AttentionKind:
 def _chooses_exact(device: torch.device) -> bool:
     """Whether there are exact ways to choose from: on NVIDIA cards where ComfyUI's attention is PyTorch's."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and is_pytorchs(comfyuis_attention, None, pytorch_attentions())
+    return is_nvidia and is_pytorch_attention(comfyuis_attention, None, pytorch_attentions())
 
 
 def _exact(device: torch.device) -> tuple[Way, ...]:
@@ -136,7 +136,7 @@ def _exact(device: torch.device) -> tuple[Way, ...]:
     known = pytorch_attentions()
 
     def misfit(call: AttentionCall) -> str | None:
-        if not is_pytorchs(call.otherwise, call.mask, known):
+        if not is_pytorch_attention(call.otherwise, call.mask, known):
             return "another attention is chosen"
         if not _is_usual(call, device):
             return "its shapes or options are unusual"

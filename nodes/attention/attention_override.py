@@ -22,9 +22,9 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...kernels import unplanned_memory
 from ..comfyui.attention import OVERRIDE, Attention, comfyuis_attention
-from ..comfyui.layer_choices import beside_choices, put_before_choices
+from ..comfyui.layer_choices import call_beside_choices, wrap_choices
 from ..comfyui.patcher import DIFFUSION_MODEL
-from ..deferred.notes import outside, tracking, valued
+from ..deferred.notes import hidden_calls, tracking, values_of
 from ..host import notices
 from ..linears.file_notes import exact_attention_of
 from ..linears.layer_selection import keeps_exact
@@ -175,7 +175,7 @@ class AttentionOverride:
         """
         model.model_options["transformer_options"][OVERRIDE] = self
         if self.outer is None:
-            self._before = put_before_choices(model, self._attend)
+            self._before = wrap_choices(model, self._attend)
         model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, _KEY)
         model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, self._wrap)
         model.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, _KEY)
@@ -224,13 +224,13 @@ class AttentionOverride:
         It is a wrapper of ComfyUI's around each call of the model.
         """
         if not self.kind.in_int8:
-            return beside_choices(self, self._before, executor, args, kwargs)
+            return call_beside_choices(self, self._before, executor, args, kwargs)
         notes: set[str | None] = set()
         options = (given for given in (*args, *kwargs.values()) if isinstance(given, dict) and "sample_sigmas" in given)
         is_first = self._schedule.begins_with(next(options, {}))
         tokens = _notes.set(notes), _first_steps.set(is_first)
         try:
-            output = beside_choices(self, self._before, executor, args, kwargs)
+            output = call_beside_choices(self, self._before, executor, args, kwargs)
         finally:
             _notes.reset(tokens[0])
             _first_steps.reset(tokens[1])
@@ -253,9 +253,14 @@ def _unseen(function: Callable[[Any], Any], given: Any) -> Any:
     """
     if torch.compiler.is_compiling() or tracking.forward is None:
         return function(given)
-    with outside():
+    with hidden_calls():
         if isinstance(given, AttentionCall):
-            given = given._replace(q=valued(given.q), k=valued(given.k), v=valued(given.v), mask=valued(given.mask))
+            given = given._replace(
+                q=values_of(given.q),
+                k=values_of(given.k),
+                v=values_of(given.v),
+                mask=values_of(given.mask),
+            )
         return function(given)
 
 

@@ -19,7 +19,7 @@ from comfy.quant_ops import QuantizedTensor, get_layout_class
 from ...kernels import interruptible, quantize_weight, settle
 from ...kernels.benchmark import (
     AttentionShape,
-    AttentionWork,
+    AttentionSizes,
     BlockCalls,
     Calls,
     ForwardSplit,
@@ -33,7 +33,7 @@ from ..comfyui.quantized import NATIVE_LAYOUT
 from ..deferred.install import deferred_call
 from ..host.sampling import empty_latent, sample
 from ..host.work import make_room
-from ..linears.apply_kernel import running_fused
+from ..linears.apply_kernel import fused_class
 from ..linears.layer_selection import quantizable_in, quantizable_linears
 
 _KEY = "int8_dit_benchmark"
@@ -93,7 +93,7 @@ class _Clock:
         self._device, self._watch = model.load_device, Stopwatch(model.load_device)
         self._whole: list[Any] = []
         self._products: dict[tuple[int, int, int], tuple[str, list]] = {}
-        self._attention: dict[AttentionWork | None, list] = {}
+        self._attention: dict[AttentionSizes | None, list] = {}
         self._called: dict[str, tuple[list, tuple]] = {}  # the blocks of a list, and what one was called with
         self._blocks: list[BlockCalls] = []
         self._watches = False
@@ -168,14 +168,16 @@ class _Clock:
         )
 
 
-def attention_call(*args: Any, **keywords: Any) -> AttentionWork | None:
+def attention_call(*args: Any, **keywords: Any) -> AttentionSizes | None:
     """Return the sizes of a call of ComfyUI's attention functions, None where it is unusual."""
     call = read_call(comfyuis_attention, *args, **keywords)
     if not call.q.ndim == call.k.ndim == 4:
         return None
     (batch, _, tokens, width), (_, key_heads, keys, _) = call.q.shape, call.k.shape
     name = "attention" if tokens == keys else "cross attention"
-    return AttentionWork(name, call.heads, AttentionShape(tokens, keys, width, call.mask is not None), key_heads, batch)
+    return AttentionSizes(
+        name, call.heads, AttentionShape(tokens, keys, width, call.mask is not None), key_heads, batch
+    )
 
 
 def block_lists(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
@@ -234,7 +236,7 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
         held = QuantizedTensor(q, NATIVE_LAYOUT, form)
         replaced: Any = copied.get_submodule(name.removeprefix(path).removeprefix("."))
         replaced.weight = torch.nn.Parameter(held, requires_grad=False)
-        replaced.__class__ = running_fused(type(replaced), "fused int8")
+        replaced.__class__ = fused_class(type(replaced), "fused int8")
     return copied.to(device)
 
 

@@ -32,7 +32,7 @@ def pytorch_attentions() -> tuple[Attention, ...]:
     return () if own is None else (own, getattr(own, "__wrapped__", own))
 
 
-def is_pytorchs(function: Attention, mask: torch.Tensor | None, known: tuple[Attention, ...]) -> bool:
+def is_pytorch_attention(function: Attention, mask: torch.Tensor | None, known: tuple[Attention, ...]) -> bool:
     """Whether an attention function is PyTorch's, which is exact: no launch flag and no other pack has chosen another.
     `known` are `pytorch_attentions()`."""
     return (_default(mask) if function is comfyuis_attention else function) in known

@@ -30,7 +30,7 @@ def attention_choices(model: ModelPatcher) -> dict[str, Any]:
 
 
 def chosen_layers(model: ModelPatcher) -> tuple[int, int, bool]:
-    """Return how many layers' choices run here, how many cannot, and whether a LoRA made one; what `put_before_choices`
+    """Return how many layers' choices run here, how many cannot, and whether a LoRA made one; what `wrap_choices`
     put before them does not count."""
     parts = [part for part in attention_choices(model).values() if part.config is not None]
     runs = sum(_own(part).function is not None for part in parts)
@@ -62,7 +62,7 @@ def _own(part: Any) -> Any:
     return part.own if isinstance(part, _Before) else part
 
 
-def put_before_choices(model: ModelPatcher, attend: Callable[..., torch.Tensor]) -> tuple[str, ...]:
+def wrap_choices(model: ModelPatcher, attend: Callable[..., torch.Tensor]) -> tuple[str, ...]:
     """Let the layers of a MODEL that may choose call `attend`, where nothing overrides attention. Its first argument is
     what they would call. Return the paths of their choices in the MODEL."""
     choices = attention_choices(model)
@@ -71,7 +71,7 @@ def put_before_choices(model: ModelPatcher, attend: Callable[..., torch.Tensor])
     return tuple(choices)
 
 
-def beside_choices(override: object, paths: Iterable[str], executor: Any, args: tuple, kwargs: dict) -> Any:
+def call_beside_choices(override: object, paths: Iterable[str], executor: Any, args: tuple, kwargs: dict) -> Any:
     """Call a MODEL from a wrapper, without this override in its transformer_options if one of the choices at `paths`
     runs here, below what was put before it."""
     if any(_own(comfy.utils.get_attr(executor.class_obj, path)).function is not None for path in paths):

@@ -84,7 +84,7 @@ def clone_around(model: ModelPatcher, built: ModelPatcher) -> ModelPatcher:
     return clone
 
 
-def on_other_gpus_again(model: ModelPatcher) -> ModelPatcher:
+def copy_to_other_gpus(model: ModelPatcher) -> ModelPatcher:
     """Return a clone with as many copies on other GPUs as its original has."""
     copies = model.get_additional_models_with_key("multigpu")
     if not copies:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from ...kernels import Norm
 from . import consumers
 from .mode import Deferring
-from .notes import MEMORY, Deferred, valued
+from .notes import MEMORY, Deferred, values_of
 from .operands import Activated, Copied, Joined, Normed, Sliced, Spread
 from .reading import PLAIN, Args, Kwargs, T, as_it_is, gate_of, is_rows, modulation_of, now, on, operand_of
 from .views import slice_of, tokens_of
@@ -75,7 +75,7 @@ def _mul(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
                 new = Normed(operand.x, operand.norm, modulation[0], None, modulation[1])
                 return mode.note(x, new, func, both)
         elif type(operand) is Activated and operand.up is operand.beside is None and type(y) in (*MEMORY, Deferred):
-            up = valued(y)
+            up = values_of(y)
             if type(up) in MEMORY and up.shape == x.note.shape and up.dtype == x.note.dtype:
                 return mode.note(x, operand._replace(up=up), func, both)
     for x, y in (both, both[::-1]):
@@ -111,7 +111,7 @@ def _add(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
                 return mode.note(x, Normed(operand.x, operand.norm, operand.scale, *shift), func, both)
     for x, y in (both, both[::-1]):
         if type(y) is Deferred and operand_of(y, Normed) is not None:
-            total = consumers.residual(valued(x), y)
+            total = consumers.residual(values_of(x), y)
             if total is not None:
                 return mode.tracked(total)
     return _spread_plus(mode, func, both)
@@ -137,7 +137,7 @@ def _addcmul(mode: Deferring, func: Any, args: Args, kwargs: Kwargs) -> Any:
             shift = gate_of(mode, start, x)
             if shift is not None and shift[1] is rows:
                 return mode.note(x, Normed(operand.x, operand.norm, scale, shift[0], rows), func, args)
-    start = valued(start)
+    start = values_of(start)
     for y, gate in (factors, factors[::-1]):
         operand, modulation = y.note.operand if type(y) is Deferred else None, None
         if type(operand) is Normed and operand.is_unmodulated:

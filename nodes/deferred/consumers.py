@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ...kernels import FLOAT_DTYPES, ChannelTransform, Norm, Quantized, function_modes, gated_residual, norm_rope
-from .notes import MEMORY, Deferred, Tracked, valued
+from .notes import MEMORY, Deferred, Tracked, values_of
 from .operands import Activated, Joined, Normed, Turned
 
 
@@ -20,7 +20,7 @@ def linear(layer: Any, x: Deferred, transform: ChannelTransform, bits: int) -> Q
 
 def _rows(x: Any, key: tuple, form: tuple) -> Quantized | None:
     if type(x) is not Deferred or x.note.computed is not None:
-        return Normed(valued(x)).quantize(*form)
+        return Normed(values_of(x)).quantize(*form)
     note = x.note
     found: Any = None if note.quantized is None else note.quantized.get(key)
     if found is not None:
@@ -89,7 +89,7 @@ def _part(x: Any) -> Part:
         norm = operand.norm
         if norm.kind == "rms" and norm.bias is None and (norm.weight is not None or not operand.all_heads):
             return operand.x, norm, operand.all_heads
-    return valued(x), None, False
+    return values_of(x), None, False
 
 
 def rotated(
@@ -102,7 +102,7 @@ def rotated(
         norms: of queries and keys, over each head, where their own are not deferred.
     """
     if norms[0] is not None:
-        q, k = valued(q), valued(k)
+        q, k = values_of(q), values_of(k)
     if len(q.shape) != 4 or len(k.shape) != 4 or freqs.ndim != 6 or q.dtype not in FLOAT_DTYPES or q.dtype != k.dtype:
         return None
     axis = 2 if freqs.shape[1] == 1 and freqs.shape[2] == q.shape[2] else 1

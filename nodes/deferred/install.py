@@ -17,7 +17,7 @@ from ..comfyui.compiling import compiles, is_compiled_module
 from ..host import notices
 from . import arithmetic, rotary, views  # noqa: F401  # pyright: ignore[reportUnusedImport]  # the mode's handlers
 from .mode import Deferring
-from .notes import seen_from
+from .notes import as_tracked
 
 KEY = "int8_dit_deferred"
 """The key of the wrapper in a MODEL."""
@@ -83,7 +83,7 @@ class _Calls:
         conditions = (*_form_of(given), _options_of(transformer_options), *named)
 
         def run() -> Any:
-            return executor(seen_from(x), t, c_concat, seen_from(c_crossattn), control, transformer_options, **named)
+            return executor(as_tracked(x), t, c_concat, as_tracked(c_crossattn), control, transformer_options, **named)
 
         return self.run(executor.class_obj.diffusion_model, run, x.device, conditions)
 

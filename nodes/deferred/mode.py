@@ -15,7 +15,17 @@ from torch.overrides import TorchFunctionMode
 
 from ...kernels import FLOAT_DTYPES, function_modes, memory_rate
 from .comparisons import Comparisons
-from .notes import Deferred, Note, Tracked, called_on_values, deferred, forget_form, outside, tracking, valued
+from .notes import (
+    Deferred,
+    Note,
+    Tracked,
+    called_on_values,
+    deferred,
+    forget_form,
+    hidden_calls,
+    tracking,
+    values_of,
+)
 from .writes import HANDED_OUT, storages, written_arguments
 
 Handler = Callable[["Deferring", Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
@@ -87,7 +97,7 @@ class Deferring(TorchFunctionMode):
 
     def called(self, func: Any, types: Sequence[type], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Handle a call with a tracked or a deferred argument."""
-        with outside():
+        with hidden_calls():
             handler, of_deferred, written, is_tracked = _known(func)
             some_deferred = Deferred in types
             if handler is not None and (some_deferred or not of_deferred) and args and "out" not in kwargs:
@@ -132,7 +142,7 @@ class Deferring(TorchFunctionMode):
         """Compute what reads the memory of `targets`, which is written into next."""
         if not self._notes:
             return
-        with outside():
+        with hidden_calls():
             found = set(storages(targets))
             # The latest first: a value that is computed drops the notes that only it reads.
             for reference in reversed(self._notes):
@@ -218,7 +228,7 @@ class Deferring(TorchFunctionMode):
         for note in [reference() for reference in self._notes]:
             if note is not None:
                 note.value()
-        return _plain(valued(output))
+        return _plain(values_of(output))
 
 
 def _plain(output: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 from ...kernels import Norm, function_modes, read_as_plain
 
-outside = function_modes.unseen
+hidden_calls = function_modes.unseen
 _current_stream = function_modes.current_stream
 _NOTHING: Any = None
 
@@ -79,8 +79,8 @@ class Note:
         return self.expected if self.expected is not None and not self.is_view else self._called(Note.plain)
 
     def _called(self, read: "Callable[[Note], torch.Tensor]") -> torch.Tensor:
-        with outside():
-            return self._call(*[valued(argument, read) for argument in self._args], **self._kwargs)
+        with hidden_calls():
+            return self._call(*[values_of(argument, read) for argument in self._args], **self._kwargs)
 
     def _is_here(self) -> bool:
         """Whether the current stream is the note's."""
@@ -150,7 +150,7 @@ class _Seen(torch.Tensor):
         return called_on_values(func, args, kwargs or {})
 
     def _plain(self) -> torch.Tensor:
-        with outside():
+        with hidden_calls():
             return self.as_subclass(torch.Tensor)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +197,7 @@ def _asked_once(name: str) -> Any:
     """A cached property that asks PyTorch for a tensor's attribute."""
 
     def ask(tensor: torch.Tensor) -> Any:
-        with outside():
+        with hidden_calls():
             return getattr(torch.Tensor, name).__get__(tensor)
 
     return functools.cached_property(ask)
@@ -228,7 +228,7 @@ MEMORY = (torch.Tensor, Tracked)
 """The types of activations in memory."""
 
 
-def seen_from(x: Any) -> Any:
+def as_tracked(x: Any) -> Any:
     """Return a tracked tensor in the same memory, in a forward in which work is deferred; else the tensor itself."""
     if tracking.forward is None or type(x) is not torch.Tensor or not x.is_floating_point():
         return x
@@ -262,11 +262,11 @@ def deferred(note: Note) -> Deferred:
 
 def called_on_values(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Call one of PyTorch's functions on the values of deferred arguments."""
-    with outside():
-        return func(*map(valued, args), **{name: valued(value) for name, value in kwargs.items()})
+    with hidden_calls():
+        return func(*map(values_of, args), **{name: values_of(value) for name, value in kwargs.items()})
 
 
-def valued(value: Any, read: Callable[[Note], torch.Tensor] = Note.value) -> Any:
+def values_of(value: Any, read: Callable[[Note], torch.Tensor] = Note.value) -> Any:
     """Replace deferred tensors and notes by their values, also in lists, tuples and dicts."""
     kind = type(value)
     if kind is Deferred:
@@ -274,9 +274,9 @@ def valued(value: Any, read: Callable[[Note], torch.Tensor] = Note.value) -> Any
     if kind is Note:
         return read(value)
     if kind in (list, tuple):
-        return kind([valued(part, read) for part in value])
+        return kind([values_of(part, read) for part in value])
     if kind is dict:
-        return {name: valued(part, read) for name, part in value.items()}
+        return {name: values_of(part, read) for name, part in value.items()}
     return value
 
 

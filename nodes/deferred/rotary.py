@@ -10,7 +10,7 @@ import torch
 from ...kernels import Norm
 from . import consumers
 from .mode import Deferring
-from .notes import MEMORY, valued
+from .notes import MEMORY, values_of
 from .operands import Joined, Normed, Pairs, Turned
 from .reading import Args, Kwargs, as_it_is, is_rows, modulation_of, on, operand_of
 
@@ -38,7 +38,7 @@ def _rope(pairs: Pairs, normed: bool, mode: Deferring, func: Any, args: Args, kw
         if named.get("rotated"):
             return NotImplemented
         norms = Norm("rms", eps, q_scale), Norm("rms", eps, q_scale if k_scale is None else k_scale)
-    result = consumers.rotated(q, k, valued(freqs), pairs, norms)
+    result = consumers.rotated(q, k, values_of(freqs), pairs, norms)
     if result is None:
         return NotImplemented
     mode.compare(result, func, args, kwargs)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .notes import storage_of, valued
+from .notes import storage_of, values_of
 
 HANDED_OUT = ("numpy", "__array__", "__dlpack__")
 """Methods that hand a tensor's memory out: something else than PyTorch may write into it at any later time."""
@@ -52,6 +52,6 @@ def storages(values: Any) -> Iterator[int]:
     """Yield the addresses at which the memory of tensors begins, also of those in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield storage_of(valued(value))
+            yield storage_of(values_of(value))
         elif isinstance(value, (list, tuple)):
             yield from storages(value)

@@ -104,7 +104,7 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
         patch, weight = class_patch(model, name), f"{root_of(model)[1]}{name}.weight"
         found = model.get_model_object(patch)  # also while an earlier clone is in place
         own = getattr(found, "replaced", found)  # below the kernel that another node has applied
-        patched.add_object_patch(patch, classes.setdefault(own, running_fused(own, kernel, model.is_clip, fuses)))
+        patched.add_object_patch(patch, classes.setdefault(own, fused_class(own, kernel, model.is_clip, fuses)))
         layout = f"{weight}._layout_cls"
         patched.object_patches.pop(layout, None)
         if fuses and is_native_int8(model.get_model_object(weight)):
@@ -126,7 +126,7 @@ def _warn(kernel: str, node: str, model: ModelPatcher) -> None:
     notices.warn_of_fallback("not-applied", model.load_device, kernel, summary, advice, so)
 
 
-def running_fused(own: Any, kernel: str, encodes: bool = False, forwards: bool = True) -> type:
+def fused_class(own: Any, kernel: str, encodes: bool = False, forwards: bool = True) -> type:
     """Return a subclass of `own`, ComfyUI's class of linears, whose INT8 weights the fused kernel multiplies by; for a
     text encoder with activations of 16 bits. Behind 0.39 ComfyUI's `linear_input_act` asks whether it `forwards`."""
 

@@ -15,7 +15,7 @@ from ..comfyui.layers import cast_quantized
 from ..comfyui.patcher import key_of
 from ..comfyui.quantized import stored
 from ..deferred import consumers
-from ..deferred.notes import Deferred, outside, tracking, valued
+from ..deferred.notes import Deferred, hidden_calls, tracking, values_of
 from .linear_call import LinearCall, read_linear_call
 from .plain_loras import add_lora, each_once, loras_of, stored_lora
 from .weight_form import KnownWeight, WeightForm, known_form, known_weight, weight_form
@@ -60,22 +60,24 @@ class INT8Linear:
         if deferring is None:
             return self._called(input, args, kwargs)
         deferring.settle()
-        with outside():
+        with hidden_calls():
             return deferring.tracked(self._called(input, args, kwargs))
 
     def _called(self, x: Any, args: Any, kwargs: Any) -> torch.Tensor:
         form, known = known_weight(self)
         if not self._fuses(form, x.device) or needs_gradient(x):
-            return self.unfused(form, valued(x), valued(args), valued(kwargs))
+            return self.unfused(form, values_of(x), values_of(args), values_of(kwargs))
         comfy.ops.run_every_op()
         if isinstance(x, QuantizedTensor):
             x = x.dequantize()
-        call = read_linear_call(self, self.own_arguments, valued(args), valued(kwargs)) if args or kwargs else None
+        call = (
+            read_linear_call(self, self.own_arguments, values_of(args), values_of(kwargs)) if args or kwargs else None
+        )
         quantize = None
         if type(x) is Deferred and (call is None or (call.activation is None and not call.unknown)):
             quantize = functools.partial(consumers.linear, self, x)
         elif call is not None:
-            x = valued(x)
+            x = values_of(x)
             # A compiler fuses separate passes by itself.
             quantize = None if torch.compiler.is_compiling() else call.quantizer(x, self.in_features)
         output = self._product(known, x, call, quantize)
@@ -112,7 +114,7 @@ class INT8Linear:
         device, dtype, leading, functions = x.device, x.dtype, x.shape[:-1], self.weight_function
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         lora = stored_lora(weight, functions) if functions else None
-        in_floats = valued if call is None or type(x) is Deferred else call.activated
+        in_floats = values_of if call is None or type(x) is Deferred else call.activated
         if functions and lora is None:  # a LoRA of a streamed INT8 weight reads floats
             quantize = None
         elif known is not None and self._lies_on(device, dtype):

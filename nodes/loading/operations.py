@@ -16,7 +16,7 @@ from comfy.quant_ops import QuantizedTensor
 from ...kernels import NATIVE, int8_path, native_computes
 from ..comfyui.layers import load_beside_weight, quantized_operations
 from ..comfyui.quantized import held_weight, layout_of, storage_shape
-from ..deferred.notes import MEMORY, Deferred, outside, tracking
+from ..deferred.notes import MEMORY, Deferred, hidden_calls, tracking
 from ..files import quant_config
 from ..files.holding import HELD_LAYOUTS, is_grouped, is_stored, quant_config_in, stored_kind
 from ..files.reading.values import check_finite
@@ -162,7 +162,7 @@ def _uncast_where_resident(own: Any, norm: Callable[..., torch.Tensor], paramete
         def forward(self, input, *args, **kwargs):
             if args or kwargs or torch.compiler.is_compiling():
                 return super().forward(input, *args, **kwargs)
-            with outside():
+            with hidden_calls():
                 resident = _is_resident(self, input)
             if not resident:
                 return super().forward(input)
@@ -172,7 +172,7 @@ def _uncast_where_resident(own: Any, norm: Callable[..., torch.Tensor], paramete
             if forward is None:
                 return norm(input, *given)
             forward.settle()
-            with outside():  # a norm of any input may wait
+            with hidden_calls():  # a norm of any input may wait
                 return forward.tracked(forward.called(norm, (type(input),), (input, *given), {}))
 
     return Norm

@@ -26,7 +26,7 @@ from ...kernels import (
     transform_candidates,
 )
 from ..comfyui.layer_choices import state_dict_of
-from ..comfyui.patcher import DIFFUSION_MODEL, clone_around, on_other_gpus_again, weight_below_patches
+from ..comfyui.patcher import DIFFUSION_MODEL, clone_around, copy_to_other_gpus, weight_below_patches
 from ..deferred.install import defer
 from ..files.holding import coded_weight, is_stored
 from ..host import notices
@@ -259,7 +259,7 @@ def _with_quantized_layers(
     clone = clone_around(model, built)
     defer(clone)
     clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel))
-    return on_other_gpus_again(clone)
+    return copy_to_other_gpus(clone)
 
 
 def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from ..attention.attention_kinds import ATTENTION_KINDS, INT8, int8_way, read_ca
 from ..attention.attention_override import AttentionOverride
 from ..comfyui.attention import OVERRIDE, Attention, comfyuis_attention
 from ..comfyui.compiling import is_compiled
-from ..comfyui.layer_choices import attention_choices, beside_choices
+from ..comfyui.layer_choices import attention_choices, call_beside_choices
 from ..comfyui.quantized import FORWARDED_LAYOUT, native_int8_as
 from ..files.block_lists import block_of
 from ..host.sampling import previewer, sample
@@ -174,7 +174,7 @@ class AttentionObserver:
         """Wrap calls of the model: observe nothing where layers have chosen their attention, unless another pack's
         override comes before their choices, as any override does."""
         own = self.outer is None or (isinstance(self.outer, AttentionOverride) and self.outer.outer is None)
-        return beside_choices(self, self._choices if own else (), executor, args, kwargs)
+        return call_beside_choices(self, self._choices if own else (), executor, args, kwargs)
 
 
 def disarmed(model: ModelPatcher) -> ModelPatcher:

@@ -10,11 +10,11 @@ import pytest
 @pytest.fixture
 def nothing_kept() -> Iterator[None]:
     """No call finds a launch of another test's."""
-    from kernels.kept import KEPT
+    from kernels.call_cache import CACHE
 
-    KEPT.clear()
+    CACHE.clear()
     yield
-    KEPT.clear()
+    CACHE.clear()
 
 
 @pytest.fixture(params=("kernel", "formulas"))

@@ -9,7 +9,7 @@ import torch
 import kernels.linear.gemm
 from kernels import ChannelTransform, dequantize_weight, int8_linear, requantize_weight
 from kernels.attention.int8_attention import float_attention, int8_attention
-from kernels.kept import KEPT
+from kernels.call_cache import CACHE
 from kernels.linear.int8_linear import quantize_activations
 from kernels.linear.tiles import gemm_candidates
 from kernels.linear.tuning import Tuner, settle
@@ -31,7 +31,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path))
     monkeypatch.setattr(kernels.linear.gemm, "tuner", Tuner())
     monkeypatch.setattr(kernels.linear.gemm, "_arrivals_of_streams", {})
-    KEPT.clear()
+    CACHE.clear()
     torch.cuda.set_device(FIRST)
     yield
     assert torch.cuda.current_device() == FIRST.index

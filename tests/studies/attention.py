@@ -29,7 +29,7 @@ from kernels.benchmark.attention_rows import (
     AttentionMethod,
     AttentionOperands,
     AttentionResult,
-    AttentionWork,
+    AttentionSizes,
     benchmark_attention,
     feasible_call,
 )
@@ -74,7 +74,7 @@ METHODS = (
 
 
 def call(name: str, heads: int, width: int, tokens: int, keys: int | None = None, masked: bool = False):
-    return AttentionWork(name, heads, AttentionShape(tokens, keys or tokens, width, masked), heads)
+    return AttentionSizes(name, heads, AttentionShape(tokens, keys or tokens, width, masked), heads)
 
 
 CALLS = (
@@ -116,7 +116,7 @@ class Measured:
         return self.normal.as_json() | {"strong_key_means": self.strong, "auto": self.way}
 
 
-def measure(planned: AttentionWork, device: torch.device, rounds: int) -> Measured:
+def measure(planned: AttentionSizes, device: torch.device, rounds: int) -> Measured:
     normal = benchmark_attention(planned, device, METHODS, rounds=rounds)
     ran = [method for method in METHODS if method.name in normal.rounds]
     operands, strong = AttentionOperands(planned, device), AttentionResult(planned)

@@ -19,7 +19,7 @@ from comfy.weight_adapter.lora import LoRAAdapter
 
 from int8_dit.kernels import ChannelTransform, LowRank, quantize_gguf, quantize_weight
 from int8_dit.nodes.files.holding import held_gguf, read_gguf_weight
-from int8_dit.nodes.linears.apply_kernel import running_fused
+from int8_dit.nodes.linears.apply_kernel import fused_class
 from int8_dit.nodes.linears.int8_weight import int8_weight
 from int8_dit.nodes.linears.linear_call import name_linears
 from int8_dit.nodes.linears.plain_loras import StoredLoRA
@@ -81,7 +81,7 @@ def from_file(tensors: dict[str, torch.Tensor], full_precision: bool = False) ->
 def applied(tensors: dict[str, torch.Tensor], full_precision: bool = False, kernel: str = "fused int8") -> Any:
     """One of ComfyUI's own loaders behind Apply Fused INT8 Kernel."""
     linear = from_file(tensors, full_precision)
-    linear.__class__ = running_fused(type(linear), kernel)
+    linear.__class__ = fused_class(type(linear), kernel)
     linear.linear_name = NAME
     return linear
 

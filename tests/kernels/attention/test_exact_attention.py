@@ -18,7 +18,7 @@ from kernels.attention.exact_attention import (
     exact_attention,
     fastest_way,
 )
-from kernels.kept import KEPT
+from kernels.call_cache import CACHE
 
 CARD = torch.device("cuda:0")
 HOPPER, AMPERE = (9, 0), (8, 6)
@@ -151,7 +151,7 @@ def orders(monkeypatch):
             raise RuntimeError("no execution plan")
         return attend(*args)
 
-    monkeypatch.setattr(exact, "in_attention_order", in_order)
+    monkeypatch.setattr(exact, "with_backend_order", in_order)
     return seen
 
 
@@ -181,10 +181,10 @@ def test_memory_that_is_not_there_is_no_failure_of_a_way(card, monkeypatch):
     def out_of_memory(*args):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(exact, "in_attention_order", out_of_memory)
+    monkeypatch.setattr(exact, "with_backend_order", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         exact_attention(*operands())
-    assert not KEPT
+    assert not CACHE
 
 
 def test_grouped_queries_that_no_way_takes_have_their_keys_repeated(card, orders):
@@ -236,9 +236,9 @@ def test_the_order_holds_for_the_call_only():
             raise ValueError
 
     order = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    torch_functions.in_attention_order(order, attend, False)
+    torch_functions.with_backend_order(order, attend, False)
     with pytest.raises(ValueError):
-        torch_functions.in_attention_order(order, attend, True)
+        torch_functions.with_backend_order(order, attend, True)
     assert inside[0] == inside[1] and inside[0][:2] == [int(backend) for backend in order]
     assert sorted(inside[0]) == sorted(before)
     assert torch._C._get_sdp_priority_order() == before
@@ -247,7 +247,7 @@ def test_the_order_holds_for_the_call_only():
 def test_without_pytorch_s_private_functions_the_order_is_its_context_manager_s(monkeypatch):
     before = torch._C._get_sdp_priority_order()
     get = torch._C._get_sdp_priority_order
-    in_order = torch_functions.in_attention_order
+    in_order = torch_functions.with_backend_order
 
     class Inside:
         def __getattr__(self, name):
@@ -277,7 +277,7 @@ def test_it_compiles_without_a_break(card, capability, masked):
         q, k, v = operands(tokens=tokens, key_heads=2)
         mask = a_mask("keys", tokens, tokens) if masked else None
         torch.testing.assert_close(compiled(q, k, v, mask).double(), plain(q, k, v, mask), rtol=1e-4, atol=1e-5)
-    assert not KEPT
+    assert not CACHE
 
 
 @pytest.fixture

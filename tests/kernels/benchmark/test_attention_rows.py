@@ -11,7 +11,7 @@ from kernels.benchmark.attention_rows import (
     COMFYUI_CHOICE,
     KITCHEN_INT8,
     AttentionMethod,
-    AttentionWork,
+    AttentionSizes,
     attention_memory,
     benchmark_attention,
     feasible_call,
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def a_call(heads=4, width=64, tokens=40, keys=None, masked=False, key_heads=None, batch=2):
-    return AttentionWork(
+    return AttentionSizes(
         "a block", heads, AttentionShape(tokens, keys or tokens, width, masked), key_heads or heads, batch
     )
 
@@ -31,7 +31,7 @@ def a_call(heads=4, width=64, tokens=40, keys=None, masked=False, key_heads=None
 @pytest.mark.parametrize(
     "call",
     [a_call(), a_call(keys=23), a_call(key_heads=2), a_call(masked=True), a_call(key_heads=1, keys=32, masked=True)],
-    ids=AttentionWork.place,
+    ids=AttentionSizes.place,
 )
 def test_a_cpu_times_what_pytorch_has_and_names_the_rest(call):
     said = []

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import Norm, kept, norm_quantize, norm_rope
-from kernels.kept import KEPT
+from kernels import Norm, call_cache, norm_quantize, norm_rope
+from kernels.call_cache import CACHE
 from kernels.launching.launching import Launch, Launcher
 from support.tensors import DEVICE, random_float, random_int8
 
@@ -68,12 +68,12 @@ def test_numbers_for_which_a_kernel_is_not_compiled_find_the_same_launch():
 
 
 def test_what_is_kept_has_a_bound(monkeypatch, nothing_kept):
-    monkeypatch.setattr(kept, "MOST_KEPT", 2)
+    monkeypatch.setattr(call_cache, "MOST_ENTRIES", 2)
     for tokens in range(1, 6):
         expected = norm_quantize.reference(random_float(tokens, 16), RMS)
         for _ in range(2):
             torch.testing.assert_close(norm_quantize(random_float(tokens, 16), RMS)[1], expected[1])
-        assert len(KEPT) <= 2
+        assert len(CACHE) <= 2
 
 
 def test_another_number_of_tokens_finds_the_same_launch(nothing_kept):
@@ -84,4 +84,4 @@ def test_another_number_of_tokens_finds_the_same_launch(nothing_kept):
 
     for tokens in (3, 5):
         both(tokens)
-        assert len([value for value in KEPT.values() if isinstance(value, Launch)]) == 2
+        assert len([value for value in CACHE.values() if isinstance(value, Launch)]) == 2

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import ChannelTransform, RepeatedLinear, kept, quantize_weight
-from kernels.kept import KEPT
+from kernels import ChannelTransform, RepeatedLinear, call_cache, quantize_weight
+from kernels.call_cache import CACHE
 from kernels.launching.launching import Launch
 from kernels.linear import int8_linear as module
 from kernels.linear.int8_linear import int8_gemm, quantize_activations
@@ -117,7 +117,7 @@ def test_another_shape_and_dtype(checked):
 
 
 def launches():
-    return [value for value in KEPT.values() if isinstance(value, Launch)]
+    return [value for value in CACHE.values() if isinstance(value, Launch)]
 
 
 def test_prompts_of_all_lengths_find_the_same_launches(checked):
@@ -211,18 +211,18 @@ def test_who_watches_operators_sees_them():
 def test_what_passes_is_asked_for_again():
     """While it is open what stays, a launch is kept for some calls."""
     key, calls = ("a key",), []
-    KEPT[key] = kept.KeptFor(key, lambda *given: calls.append(given), 2)
-    passes = KEPT[key]
+    CACHE[key] = call_cache.ExpiringEntry(key, lambda *given: calls.append(given), 2)
+    passes = CACHE[key]
     passes("x", 1)
-    assert KEPT[key] is passes
+    assert CACHE[key] is passes
     passes("y", 2)
-    assert key not in KEPT and calls == [("x", 1), ("y", 2)]
+    assert key not in CACHE and calls == [("x", 1), ("y", 2)]
 
 
 def test_forms_do_not_add_up(monkeypatch):
-    monkeypatch.setattr(kept, "MOST_KEPT", 5)
+    monkeypatch.setattr(call_cache, "MOST_ENTRIES", 5)
     for outputs in (16, 32, 48, 64):
         layer, x = Layer(outputs=outputs), random_float(3, 64)
         for _ in range(2):
             assert torch.equal(layer(x), layer.expected(x))
-        assert len(KEPT) <= 5
+        assert len(CACHE) <= 5

@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.runtime import errors as runtime_errors
 
-import kernels.card.kept_files
+import kernels.card.json_files
 import kernels.linear.tuning
 import kernels.linear.tuning_cache
 from kernels.card.machine import MEASURED_SOURCES, kernel_source_hash
@@ -456,7 +456,7 @@ def test_a_folder_that_cannot_be_written_gives_one_warning(card, tmp_path, caplo
         monkeypatch.setattr(json, "dump", refuse(OSError(28, "No space left on device")))
     else:
         monkeypatch.setattr(os, "replace", refuse(PermissionError(13, "used by another process")))
-        monkeypatch.setattr(kernels.card.kept_files, "_PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(kernels.card.json_files, "_PAUSE_SECONDS", 0.0)
 
     tuner = card.tuner()
     for k in (64, 128, 64, 128):
@@ -496,7 +496,7 @@ def foreign(tmp_path):
     ),
 )
 def test_a_link_of_somebody_else_leads_nowhere(card, foreign, monkeypatch, caplog, name, warned, kept):
-    monkeypatch.setattr(kernels.card.kept_files.uuid, "uuid4", lambda: SimpleNamespace(hex="known"))
+    monkeypatch.setattr(kernels.card.json_files.uuid, "uuid4", lambda: SimpleNamespace(hex="known"))
     path = TuningCache(CARD).path
     path.with_name(name.format(path.stem, pid=os.getpid())).symlink_to(foreign)
     assert card.choose() == CONFIGS[1]
@@ -713,7 +713,7 @@ def test_where_results_are_kept(monkeypatch, environment, folder, knobs):
         monkeypatch.setenv(name, value)
     if not knobs:
         monkeypatch.delattr(triton, "knobs", raising=False)
-    assert kernels.card.kept_files.folder() == folder
+    assert kernels.card.json_files.folder() == folder
 
 
 def start(code, *arguments, folder):

@@ -14,7 +14,7 @@ from int8_dit.kernels.benchmark.methods import TICKS
 from int8_dit.nodes import sockets
 from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
 from int8_dit.nodes.benchmark import run
-from int8_dit.nodes.benchmark.forward import AttentionWork, NoForward, attention_call, measure_forward
+from int8_dit.nodes.benchmark.forward import AttentionSizes, NoForward, attention_call, measure_forward
 from int8_dit.nodes.kernel_benchmark import INT8KernelBenchmark
 from int8_dit.nodes.load_int8_dit import LoadINT8DiT
 from int8_dit.nodes.pictures import plot
@@ -179,14 +179,14 @@ def zeros(*shape):
 )
 def test_what_an_attention_call_computes(q, k, keywords, expected):
     call = attention_call(q, k, k, 4, transformer_options={}, **keywords)
-    assert call == (None if expected is None else AttentionWork(*expected))
+    assert call == (None if expected is None else AttentionSizes(*expected))
 
 
 def attention_times(width=128, tokens=4096, heads=24, **milliseconds):
     names = {"comfyui": attention.COMFYUI_CHOICE, "cudnn": "cuDNN", "flash": "flash", "pytorch": "PyTorch's choice"}
     shape = attention.AttentionShape(tokens, tokens, width, False)
     rounds = {names[name]: [time] * 3 for name, time in milliseconds.items()}
-    return attention.AttentionResult(attention.AttentionWork("attention", heads, shape, heads), rounds=rounds)
+    return attention.AttentionResult(attention.AttentionSizes("attention", heads, shape, heads), rounds=rounds)
 
 
 def test_what_was_fastest_of_attention_is_said_and_stored_beside_earlier_runs(choices):

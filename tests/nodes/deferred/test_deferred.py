@@ -608,7 +608,7 @@ def test_what_models_do_is_taken(block, took, forward, shape, dtype, count):
     x = forwards.randn(*shape, seed=3)
     with torch.no_grad():
         exact, own = forward(block, x), forward(block, x.to(dtype))
-        output = deferral.install.deferred_call(lambda: forward(block, deferral.notes.seen_from(x.to(dtype))))
+        output = deferral.install.deferred_call(lambda: forward(block, deferral.notes.as_tracked(x.to(dtype))))
     assert took["linear"] == count and output.dtype == own.dtype
     assert relative_error(output, exact) <= max(1.1 * relative_error(own, exact), ROUNDED)
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from int8_dit.nodes.deferred.install import deferred_call
-from int8_dit.nodes.deferred.notes import seen_from
+from int8_dit.nodes.deferred.notes import as_tracked
 
 
 class Stopped(Exception):
@@ -48,7 +48,7 @@ X = torch.linspace(-1, 1, 2 * 4 * 192).view(2, 4, 192)
 
 def behind(layer, function):
     with torch.inference_mode():
-        return deferred_call(lambda: layer(function(seen_from(X))))
+        return deferred_call(lambda: layer(function(as_tracked(X))))
 
 
 WAYS = {

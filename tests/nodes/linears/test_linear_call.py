@@ -11,7 +11,7 @@ from comfy.weight_adapter.bypass import BypassForwardHook
 from int8_dit.kernels import ActivationStatistics
 from int8_dit.nodes.comfyui.quantized import FORWARDED_LAYOUT, has_layout
 from int8_dit.nodes.deferred.install import deferred_call
-from int8_dit.nodes.deferred.notes import seen_from
+from int8_dit.nodes.deferred.notes import as_tracked
 from int8_dit.nodes.linears import linear_call
 from int8_dit.nodes.quantization.recorder import observed_linear
 from support import called_linears as linears
@@ -106,7 +106,7 @@ def test_an_input_that_waits(make, kind, asked):
     def run(call, **others):
         x = linears.ASKED[asked].input()
         with torch.inference_mode():
-            return call(torch.nn.functional.rms_norm(seen_from(x), x.shape[-1:]), **others)
+            return call(torch.nn.functional.rms_norm(as_tracked(x), x.shape[-1:]), **others)
 
     linear, call = make(kind), linears.ASKED[asked]
     output = deferred_call(lambda: run(linear, **call.named()))

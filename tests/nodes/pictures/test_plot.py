@@ -7,7 +7,7 @@ import sys
 import pytest
 from matplotlib.text import Text
 
-from int8_dit.kernels.benchmark.attention_rows import ATTENTION_METHODS, AttentionResult, AttentionShape, AttentionWork
+from int8_dit.kernels.benchmark.attention_rows import ATTENTION_METHODS, AttentionResult, AttentionShape, AttentionSizes
 from int8_dit.kernels.benchmark.methods import BENCHMARK_METHODS
 from int8_dit.kernels.benchmark.shape_results import LinearShape, ShapeResult
 from int8_dit.nodes.pictures.plot import (
@@ -116,7 +116,7 @@ def shapes(results):
 
 def calls(count):
     """Results of attention calls, each method slower than the one before."""
-    call = AttentionWork("cross attention", 40, AttentionShape(32760, 32512, 128, True), 8, 2)
+    call = AttentionSizes("cross attention", 40, AttentionShape(32760, 32512, 128, True), 8, 2)
     rounds = {method.name: [n, n, 1.1 * n] for n, method in enumerate(ATTENTION_METHODS, 1)}
     return [AttentionResult(call, rounds=rounds)] * count
 

@@ -8,19 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 # Shapes of many models and prompts would otherwise add up.
-MOST_KEPT = 4096
-KEPT: dict[tuple, Any] = {}
+MOST_ENTRIES = 4096
+CACHE: dict[tuple, Any] = {}
 
 
-def keep(key: tuple, value: Any) -> Any:
+def store(key: tuple, value: Any) -> Any:
     """Store a value and return it. A full cache is cleared first."""
-    if len(KEPT) >= MOST_KEPT:
-        KEPT.clear()
-    KEPT[key] = value
+    if len(CACHE) >= MOST_ENTRIES:
+        CACHE.clear()
+    CACHE[key] = value
     return value
 
 
-class KeptFor:
+class ExpiringEntry:
     """A cached function that is removed from the cache after so many calls."""
 
     def __init__(self, key: tuple, function: Callable[..., Any], calls: int) -> None:
@@ -29,11 +29,11 @@ class KeptFor:
     def __call__(self, *arguments: Any) -> Any:
         self._left -= 1
         if self._left <= 0:
-            KEPT.pop(self._key, None)
+            CACHE.pop(self._key, None)
         return self._function(*arguments)
 
 
-def kept(key: tuple, make: Callable[[], Any]) -> Any:
+def cached(key: tuple, make: Callable[[], Any]) -> Any:
     """Return the cached value of `key`; compute it by `make`, which must not return None, on first use."""
-    value = KEPT.get(key)
-    return keep(key, make()) if value is None else value
+    value = CACHE.get(key)
+    return store(key, make()) if value is None else value
