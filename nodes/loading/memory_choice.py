@@ -13,6 +13,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ..files.holding import can_stay, is_gguf, is_grouped
 from ..files.reading.importers import Checkpoint
+from ..host.output_files import size_text
 from ..linears.layer_selection import is_quantizable
 from ..linears.stored_weights import SMALLEST_STORED
 
@@ -60,11 +61,12 @@ def choose_memory(
         "card": (models * int8, free_for_weights(checkpoint.architecture, device, compute_dtype)),
         "host": (int8, comfy.model_management.get_free_memory(torch.device("cpu"))),
     }
+    as_int8, as_stored = size_text(models * int8), size_text(models * stored)
     for place, (needed, free) in places.items():
         if needed > free:
-            why = f"INT8 takes {_gb(needed)}, the {place} has {_gb(max(0, free))} free"
-            return MemoryChoice(True, f"{weights} as stored in {_gb(models * stored)} ({why})")
-    return MemoryChoice(False, f"{weights} as INT8 in {_gb(models * int8)} (as stored {_gb(models * stored)})")
+            why = f"INT8 takes {size_text(needed)}, the {place} has {size_text(max(0, free))} free"
+            return MemoryChoice(True, f"{weights} as stored in {as_stored} ({why})")
+    return MemoryChoice(False, f"{weights} as INT8 in {as_int8} (as stored {as_stored})")
 
 
 def held_bytes(checkpoint: Checkpoint, compute_dtype: torch.dtype) -> tuple[int, int]:
@@ -117,7 +119,3 @@ def keep_choice(model: ModelPatcher, choice: MemoryChoice) -> None:
 def memory_choice(model: ModelPatcher) -> MemoryChoice:
     """Return how a MODEL's weights were decided to be held; of one that no file was loaded for nothing was."""
     return model.get_attachment(_CHOICE_KEY) or MemoryChoice(False)
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"

@@ -44,19 +44,16 @@ def sizes():
     """Bytes of a file's MODEL as INT8, and as stored."""
 
     def measure(path):
-
         return memory_choice.held_bytes(read_checkpoint(str(path)), torch.float32)
 
     return measure
 
 
 def held_layers(model):
-
     return sum(is_gguf(getattr(module, "weight", None)) for module in model.model.diffusion_model.modules())
 
 
 def line(model):
-
     return str(summarize(model))
 
 
@@ -66,7 +63,7 @@ def test_int8_is_held_where_it_fits_and_the_line_says_so(dit, gguf_file, free, s
     free(card=int8)
     model = dit.load(path, memory="auto")
     assert not held_layers(model)
-    assert line(model).endswith(f", weights as INT8 in {int8 / GB:.1f} GB (as stored {stored / GB:.1f} GB)")
+    assert line(model).endswith(f", weights as INT8 in {int8 / 1e6:.1f} MB (as stored {stored / 1e6:.1f} MB)")
 
 
 @pytest.mark.parametrize("place", ("card", "host"))
@@ -76,7 +73,7 @@ def test_the_files_bits_are_held_where_int8_does_not_fit(dit, gguf_file, free, s
     free(**{"card": 100 * GB, place: int8 - 1})
     model = dit.load(path, memory="auto")
     assert held_layers(model)
-    assert f"the {place} has {(int8 - 1) / GB:.1f} GB free" in line(model)
+    assert f"the {place} has {(int8 - 1) / 1e6:.1f} MB free" in line(model)
 
 
 def test_the_sizes_are_those_of_the_models(dit, gguf_file, sizes):
@@ -88,7 +85,6 @@ def test_the_sizes_are_those_of_the_models(dit, gguf_file, sizes):
 
 def test_bits_that_take_more_than_int8_are_never_kept(dit, gguf_file, free, monkeypatch):
     """Q8_0 has 8.5 bits a weight; only layers that are never INT8 take less in it."""
-
     monkeypatch.setattr(memory_choice, "is_quantizable", lambda name, shape: True)
     free(card=0)
     model = dit.load(gguf_file("Q8_0"), memory="auto")
@@ -119,7 +115,6 @@ def test_a_second_model_holds_weights_as_the_first_does(dit, gguf_file, free):
 
 
 def test_the_two_models_of_a_step_must_fit_together(dit, gguf_file, free, sizes, monkeypatch):
-
     path = gguf_file("Q4_K")
     int8, stored = sizes(path)
     checkpoint = SimpleNamespace(tensors={}, architecture=type("Ideogram4", (), {})())
@@ -132,7 +127,6 @@ def test_the_two_models_of_a_step_must_fit_together(dit, gguf_file, free, sizes,
 
 
 def test_what_comfyui_would_unload_counts_as_free(monkeypatch):
-
     device, architecture = torch.device("cpu"), comfy.supported_models.ZImage({})
     monkeypatch.setattr(management, "get_free_memory", lambda *_: 8 * GB)
     before = memory_choice.free_for_weights(architecture, device, torch.bfloat16)
@@ -153,7 +147,6 @@ def test_what_comfyui_would_unload_counts_as_free(monkeypatch):
 )
 def test_the_step_that_is_set_aside_is_an_image_or_a_video(monkeypatch, kind, area):
     """As much as ComfyUI's own BaseModel.memory_required expects of it, for one of a batch."""
-
     architecture = getattr(comfy.supported_models, kind)({})
     monkeypatch.setattr(management, "get_free_memory", lambda *_: 100 * GB)
     monkeypatch.setattr(management, "minimum_inference_memory", lambda: 0)
@@ -169,7 +162,6 @@ def test_the_step_that_is_set_aside_is_an_image_or_a_video(monkeypatch, kind, ar
 
 
 def test_a_workflow_from_before_the_choice_gets_int8(monkeypatch):
-
     asked = {}
     monkeypatch.setattr(load_int8_dit, "model_path", str)
     monkeypatch.setattr(load_int8_dit, "load_int8_model", lambda *_, **named: asked.update(named))
