@@ -72,6 +72,18 @@ def fits_in_floats(tensors: dict[str, Any], dtype: torch.dtype, devices: Sequenc
     return all(needed <= comfy.model_management.get_total_memory(device) for device in devices)
 
 
+def keeps_floats(tensors: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether the floats of a file, given its quant configs, stay floats: one that holds INT8, perhaps in fewer
+    bits, has them for a reason. W4A4 is computed by ComfyUI."""
+    formats = (*quant_config.INT8_FORMATS, quant_config.W4A4)
+    return any(config.get("format") in formats for config in configs.values()) or any(map(is_grouped, tensors.values()))
+
+
+def can_be_stored(weight: Any) -> bool:
+    """Return whether a weight that was read may be held in the bits of its file."""
+    return can_stay(weight) and weight.nbytes >= SMALLEST_STORED
+
+
 def checkpoint_plan(
     checkpoint: Checkpoint,
     kernel: str,
@@ -93,9 +105,7 @@ def checkpoint_plan(
     """
     tensors, device, to_host = checkpoint.tensors, devices[0], HostCopies()
     configs = quant_config.configs_in(tensors)
-    # A file that holds INT8, perhaps in fewer bits, has its floats for a reason. W4A4 is computed by ComfyUI.
-    whole = any(config.get("format") in (*quant_config.INT8_FORMATS, quant_config.W4A4) for config in configs.values())
-    whole = whole or any(map(is_grouped, tensors.values()))
+    whole = keeps_floats(tensors, configs)
 
     def in_floats(n: int, k: int, native: bool = True) -> bool:
         ways = WAYS if native else (FUSED, BF16)
@@ -105,7 +115,7 @@ def checkpoint_plan(
         """Return what is done to a weight, in the file or as ComfyUI read it, what does it, and whether products are
         INT8 then; None for a weight that is held as it was read."""
         kind = stored_kind(weight)
-        stays = as_stored and can_stay(weight) and weight.nbytes >= SMALLEST_STORED
+        stays = as_stored and can_be_stored(weight)
         linear = is_quantizable(name, tuple(weight.shape))
         int8 = linear and not (whole and not is_gguf(weight)) and not in_floats(*weight.shape, native=not stays)
         if stays and kind is not None and kind.held is not None:

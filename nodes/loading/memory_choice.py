@@ -11,11 +11,12 @@ import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ..files.holding import can_stay, is_gguf, is_grouped
+from ..files.holding import is_gguf, is_grouped
+from ..files.quant_config import configs_in
 from ..files.reading.importers import Checkpoint
 from ..host.output_files import size_text
 from ..linears.layer_selection import is_quantizable
-from ..linears.stored_weights import SMALLEST_STORED
+from .load_plan import can_be_stored, keeps_floats
 
 AUTO, INT8, AS_STORED = "auto", "INT8", "as stored"
 MEMORY_CHOICES = (AUTO, INT8, AS_STORED)
@@ -75,16 +76,16 @@ def held_bytes(checkpoint: Checkpoint, compute_dtype: torch.dtype) -> tuple[int,
     Both are equal where the file has no such weights.
     """
     int8 = stored = 0
-    whole = any(map(is_grouped, checkpoint.tensors.values()))  # its floats stay what they are
+    whole = keeps_floats(checkpoint.tensors, configs_in(checkpoint.tensors))
     for key, tensor in checkpoint.tensors.items():
         linear = is_quantizable(key.removesuffix(".weight"), tuple(tensor.shape))
         as_int8 = tensor.nbytes
-        if is_grouped(tensor) or (linear and not whole):
+        if is_grouped(tensor) or (linear and (is_gguf(tensor) or not whole)):
             as_int8 = tensor.shape.numel()
         elif is_gguf(tensor) or tensor.is_floating_point():
             as_int8 = tensor.shape.numel() * compute_dtype.itemsize
         int8 += as_int8
-        stored += tensor.nbytes if can_stay(tensor) and tensor.nbytes >= SMALLEST_STORED else as_int8
+        stored += tensor.nbytes if can_be_stored(tensor) else as_int8
     return int8, stored
 
 
