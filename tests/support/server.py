@@ -115,6 +115,13 @@ class ComfyServer:
         """The body of any other page of the server."""
         return self._request(path)
 
+    def forget_settings(self) -> None:
+        """Give the clients that come the settings of a new user."""
+        settings = self.base / "user" / "default" / "comfy.settings.json"
+        settings.parent.mkdir(parents=True, exist_ok=True)
+        # Without it the frontend greets a new user with its template browser, on top of the graph.
+        settings.write_text(json.dumps({"Comfy.TutorialCompleted": True}))
+
     def interrupt(self) -> None:
         """Stop the prompt that is running."""
         self._request("/interrupt", {})
@@ -204,6 +211,7 @@ def serve(environment: Environment, base: Path, cpu: bool = True, packs: bool = 
             start_new_session=True,  # Ctrl-C is for the caller, which then stops the server in order
         )
     server = ComfyServer(f"http://127.0.0.1:{port}", base, process)
+    server.forget_settings()
     try:
         _wait_until_ready(server, ("LoadINT8DiT", "GlyphConditioning") if packs else ())
         yield server
@@ -223,10 +231,6 @@ def _lay_out(base: Path, packs: bool) -> None:
         if not target.exists():
             raise ServerError(f"{target} is missing")
         (base / name).symlink_to(target)
-    # Without it the frontend greets a new user with its template browser, on top of the graph.
-    settings = base / "user" / "default" / "comfy.settings.json"
-    settings.parent.mkdir(parents=True)
-    settings.write_text(json.dumps({"Comfy.TutorialCompleted": True}))
 
 
 def _free_port() -> int:

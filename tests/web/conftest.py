@@ -28,6 +28,14 @@ def browser() -> Iterator[Browser]:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(str(missing))
 
 
+@pytest.fixture(autouse=True)
+def settings_of_a_new_user(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test: the server keeps settings for all clients, also for those of the next test."""
+    yield
+    if "server" in request.fixturenames:
+        request.getfixturevalue("server").forget_settings()
+
+
 @pytest.fixture
 def new_client(browser: Browser, server: ComfyServer) -> Iterator[Callable[[], Page]]:
     """Open the frontend as a client of its own; the test fails if a script raised in one."""
@@ -42,8 +50,7 @@ def page(new_client: Callable[[], Page]) -> Page:
 
 
 @pytest.fixture(params=("classic", "Vue"))
-def renderer(page: Page, request: pytest.FixtureRequest) -> Iterator[str]:
+def renderer(page: Page, request: pytest.FixtureRequest) -> str:
     """Each way in which the frontend draws nodes."""
     frontend.set_setting(page, "Comfy.VueNodes.Enabled", request.param == "Vue")
-    yield request.param
-    frontend.set_setting(page, "Comfy.VueNodes.Enabled", False)
+    return request.param

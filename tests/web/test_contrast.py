@@ -53,8 +53,7 @@ CONTRASTS = """() => {
 @pytest.fixture(params=("dark", "light"))
 def palette(page, request):
     set_setting(page, "Comfy.ColorPalette", request.param)
-    yield request.param
-    set_setting(page, "Comfy.ColorPalette", "dark")
+    return request.param
 
 
 def test_words_stand_out(page, palette):

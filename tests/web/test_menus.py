@@ -24,17 +24,25 @@ OUTSIDE = """() => {
 
 def choose(page, kind, words):
     """Click with the right button on a node's title, then on an entry."""
-    x, y = page.evaluate(
+    settle(page)  # a graph that was just opened is still moved to where it was looked at last
+    page.evaluate(
         """kind => {
             const node = app.canvas.graph.nodes.find(({ type }) => type === kind);
             app.canvas.selectNode(node);
+            app.canvas.centerOnNode(node);
+        }""",
+        kind,
+    )
+    settle(page)
+    x, y = page.evaluate(
+        """kind => {
+            const node = app.canvas.graph.nodes.find(({ type }) => type === kind);
             const { left, top } = app.canvas.canvas.getBoundingClientRect();
             const [x, y] = app.canvas.ds.convertOffsetToCanvas([node.pos[0] + 60, node.pos[1] - 15]);
             return [left + x, top + y];
         }""",
         kind,
     )
-    settle(page)
     page.mouse.click(x, y, button="right")
     page.get_by_text(words, exact=True).click()
 

@@ -73,13 +73,10 @@ def test_what_differs_or_is_connected_stays_in_sight(page):
 
 def test_the_vue_renderer_shows_as_few(page):
     set_setting(page, "Comfy.VueNodes.Enabled", True)
-    try:
-        for node, count in SHOWN.items():
-            add(page, node)
-            page.wait_for_function("([script, count]) => eval(script)()[0] === count", arg=[VUE, count])
-            assert page.locator("[data-node-id]").get_by_text(MORE).count() == 0
-    finally:
-        set_setting(page, "Comfy.VueNodes.Enabled", False)
+    for node, count in SHOWN.items():
+        add(page, node)
+        page.wait_for_function("([script, count]) => eval(script)()[0] === count", arg=[VUE, count])
+        assert page.locator("[data-node-id]").get_by_text(MORE).count() == 0
 
 
 def test_a_node_that_is_there_when_the_renderer_changes(page):

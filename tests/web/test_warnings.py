@@ -3,8 +3,6 @@
 import json
 import typing
 
-import pytest
-
 from support import workflows
 from support.frontend import WARNING, load, reload, run, set_setting, settle
 from support.server import TESTS
@@ -41,13 +39,6 @@ def test_the_demo_s_workflow_runs_and_warns_once(page, server):
     assert IN_LOG in text and page.locator(WARNING).count() == 1
 
 
-@pytest.fixture
-def unmuted(page):
-    """The server keeps settings for all clients."""
-    yield
-    set_setting(page, SETTING, True)
-
-
 def test_three_runs_warn_once_and_only_who_queued_them(page, server, new_client):
     other = new_client()
     logged = server.log.read_text().count(IN_LOG)
@@ -67,7 +58,7 @@ def test_three_runs_warn_once_and_only_who_queued_them(page, server, new_client)
     assert page.locator(WARNING).count() == 0
 
 
-def test_do_not_show_again_lasts_until_the_setting_is_changed(page, server, new_client, unmuted):
+def test_do_not_show_again_lasts_until_the_setting_is_changed(page, server, new_client):
     run(page, server, falls_back(10))
     with page.expect_response(lambda response: SETTING in response.url and response.ok):
         page.click(MUTE)
