@@ -5,9 +5,14 @@ from comfy_api.latest import io
 
 from ..kernels.benchmark import TICKS, text_of, title
 from .benchmark.run import CLEAR, DECISIONS, STORE, forget, run, save_json
+from .host.model_files import model_files, model_path
 from .host.notices import show_load_warnings
+from .loading.load import load_int8_model
+from .loading.memory_choice import AUTO
 from .pictures.plot import check_matplotlib, plot_times
 from .sockets import RunsAlways, choice
+
+NO_FILE = "none"
 
 
 class INT8KernelBenchmark(RunsAlways):
@@ -21,12 +26,13 @@ class INT8KernelBenchmark(RunsAlways):
             category="model/quantization",
             search_aliases=["benchmark", "speed test", "faster", "3090", "rtx 30"],
             description="Times each linear of the connected model (Ideogram 4's without one) in bf16, FP8, GGUF, NF4 "
-            "and INT8 on this card, says what INT8 is worth for an image, and lets auto run what is fastest here.",
+            "and INT8 on this card, says which form of a model to load here and what an image takes with it, and lets "
+            "auto run what is fastest.",
             inputs=[
                 io.Model.Input(
                     "model",
                     optional=True,
-                    tooltip="Its linears are timed, and one of its forwards. Ideogram 4's linears without one.",
+                    tooltip="Its linears are timed, and one of its forwards. Ideogram 4's linears without a model.",
                 ),
                 io.Int.Input(
                     "tokens",
@@ -46,6 +52,12 @@ class INT8KernelBenchmark(RunsAlways):
                     "What decides on this card which linears 'auto' runs in INT8: this run, if the card is healthy; "
                     "what did so before; or only the card's name, which forgets the stored run and measures nothing.",
                 ),
+                choice(
+                    "model_name",
+                    [NO_FILE, *model_files()],
+                    "A file in models/diffusion_models to measure where no model is connected. It is loaded as Load "
+                    "INT8 DiT loads it.",
+                ),
                 io.Conditioning.Input(
                     "positive", optional=True, tooltip="A prompt for the measured forward of the model."
                 ),
@@ -64,7 +76,7 @@ class INT8KernelBenchmark(RunsAlways):
 
     @classmethod
     def execute(
-        cls, tokens, model=None, auto_decided=STORE, positive=None, latent_image=None, **ticks
+        cls, tokens, model=None, auto_decided=STORE, model_name=NO_FILE, positive=None, latent_image=None, **ticks
     ) -> io.NodeOutput:
         show_load_warnings()
         check_matplotlib()  # before the work, and not after it
@@ -73,6 +85,8 @@ class INT8KernelBenchmark(RunsAlways):
             sections = [{"title": forget(device), "columns": [], "rows": [], "notes": []}]
             picture = plot_times([], sections[0]["title"], "")
             return io.NodeOutput(picture, text_of(sections), ui={"int8_benchmark": sections})
+        if model is None and model_name != NO_FILE:
+            model = load_int8_model(model_path(model_name), "auto", memory=AUTO)
         ticked = [tick for tick in TICKS if ticks.get(tick, True)]
         outcome = run(model, tokens, ticked, positive, latent_image, auto_decided)
         file = save_json(outcome)

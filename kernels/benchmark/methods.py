@@ -21,7 +21,7 @@ from ..linear.int8_linear import int8_linear, quantize_activations
 from ..linear.linear_reference import int8_accumulate_reference
 from ..quantization.weight_rounding import quantize_to_codes
 from ..weights.gguf_formats import GGUF_FORMATS
-from ..weights.weight_ops import expand_codes, quantize_gguf
+from ..weights.weight_ops import expand_codes, expand_gguf, gguf_channel_scales, quantize_gguf
 from ..weights.weight_reference import DEFAULT_CODEBOOK, GROUP, GroupedCodes, quantize_weight
 from .shape_results import LinearShape, ShapeResult, Unavailable, sampled_rows
 
@@ -81,6 +81,21 @@ E4M3 = WeightForm(1, lambda operands: quantize_fp8(operands.weight))
 PLAIN = WeightForm(1, lambda operands: quantize_weight(operands.weight))
 CODES = WeightForm(0.5 + 1 / GROUP, lambda operands: _quantize_to_codes(operands.weight))
 NF4 = WeightForm(0.5 + 4 / _NF4_BLOCK, lambda operands: _quantize_nf4(operands.weight))
+
+
+def _gguf_form(name: str) -> WeightForm:
+    blocks = GGUF_FORMATS[name]
+
+    def make(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        if operands.weight.shape[1] % blocks.weights:
+            raise Unavailable(f"K is not a multiple of {blocks.weights}")
+        quantized = quantize_gguf(operands.weight, name)
+        return quantized, gguf_channel_scales.at_once(quantized, name)
+
+    return WeightForm(blocks.bytes / blocks.weights, make)
+
+
+GGUF = {name: _gguf_form(name) for name in ("Q8_0", "Q4_K")}
 
 
 def _quantize_to_codes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,6 +243,10 @@ def fused_codes(operands: Operands, scale: torch.Tensor) -> Call:
     return call
 
 
+def fused_gguf(operands: Operands, scale: torch.Tensor) -> Call:
+    return lambda weight: int8_linear(operands.x, expand_gguf(weight, "Q4_K", scale), scale)
+
+
 @dataclass(frozen=True)
 class Method:
     """A way to compute a linear."""
@@ -258,23 +277,18 @@ class Method:
 def _gguf(name: str) -> Method:
     blocks = GGUF_FORMATS[name]
 
-    def make(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-        if operands.weight.shape[1] % blocks.weights:
-            raise Unavailable(f"K is not a multiple of {blocks.weights}")
-        return quantize_gguf(operands.weight, name), torch.ones((), device=operands.device)
-
     def prepare(operands: Operands, scale: torch.Tensor) -> Call:
         per_block = (-1, blocks.bytes)
         return lambda weight: F.linear(operands.x, blocks.decode(weight.unflatten(1, per_block), torch.bfloat16))
 
-    form = WeightForm(blocks.bytes / blocks.weights, make)
-    return Method(f"GGUF {name} dequantized", form, prepare, tick=f"gguf_{name.lower()}")
+    return Method(f"GGUF {name} dequantized", GGUF[name], prepare, tick=f"gguf_{name.lower()}")
 
 
 FP16_SUMS = "fp16, fp16 sums"
 COMFYUI_INT8 = "ComfyUI's INT8"
 UNFUSED = "unfused _int_mm"
 FUSED_CODES = f"{FUSED}, 4-bit weights"
+FUSED_GGUF = f"{FUSED}, GGUF Q4_K"
 
 BENCHMARK_METHODS = (
     Method(BF16, FLOAT, bf16, small=True),
@@ -288,6 +302,7 @@ BENCHMARK_METHODS = (
     Method("comfy-kitchen cuda", PLAIN, kitchen("cuda"), foreign=True, tick="comfy_kitchen_cuda"),
     Method("fake-quant", PLAIN, fake_quant, tick="fake_quant"),
     Method(UNFUSED, PLAIN, unfused, tick="unfused"),
+    Method(FUSED_GGUF, GGUF["Q4_K"], fused_gguf, require_fused),
     Method(FUSED_CODES, CODES, fused_codes, require_fused),
     Method(FUSED, PLAIN, fused, require_fused, small=True),
 )

@@ -1,110 +1,19 @@
-"""The findings of one run of Kernel Benchmark: what a faster linear is worth for a whole model, as tables and as JSON.
-
-Predictions apply Amdahl's law to the parts of one forward. G. M. Amdahl, 1967: a part with a share p of the time, made
-s times as fast, leaves 1 - p + p / s of it.
-"""
+"""The findings of one run of Kernel Benchmark, as sentences, as tables and as JSON."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from ..card.choices import Shape, fastest
 from ..card.device import BF16, FUSED
 from ..card.machine import title
 from .anonymous import anonymous
-from .attention_rows import AttentionResult, AttentionSizes
+from .attention_rows import AttentionResult
+from .forward_split import ForwardSplit
 from .health import Health
 from .methods import METHOD_OF_WAY
-from .shape_results import LinearShape, ShapeResult, markdown
-
-T = TypeVar("T")
-_WORTH_TIMING = 0.98
-# The most times as long that clocks at each linear make a forward. It is more only where the card waits for Python.
-_MOST_WATCHED = 1.15
-_MOST_SHAPES = 8
-
-
-@dataclass(frozen=True)
-class Calls:
-    """Calls of a forward: how many there are, and the milliseconds that they take together."""
-
-    count: int
-    milliseconds: float
-
-
-@dataclass(frozen=True)
-class BlockCalls(Calls):
-    """The calls of the blocks of one list of a model, which is named by its module path."""
-
-    name: str
-    speedup: float | None
-    """Of a copy of one block on the fused kernels; None where none could be made."""
-
-
-@dataclass(frozen=True)
-class ForwardSplit:
-    """One forward of a model in milliseconds."""
-
-    total: float
-    """Of the whole, undisturbed."""
-    watched: float
-    """The same with a clock at each block, linear and attention."""
-    linears: Mapping[LinearShape, Calls]
-    """Those that INT8 takes over: calls of the same product, named after the first such linear."""
-    attention: float
-    """Without the linears around it."""
-    in_bf16: bool = False
-    """Whether the model as it is computes all linears in floats."""
-    blocks: Sequence[BlockCalls] = ()
-    """The repeated blocks, which hold nearly all linears."""
-    attention_calls: Sequence[AttentionSizes] = ()
-    """Those that together take nearly all of its time, the longest first."""
-
-    @property
-    def waits_for_python(self) -> bool:
-        """Whether the clocks took so long that the times of the parts are of no use."""
-        return self.watched > _MOST_WATCHED * self.total
-
-    def shapes(self) -> list[LinearShape]:
-        """Return the products that are worth timing, the largest first."""
-        return longest({shape: calls.milliseconds for shape, calls in self.linears.items()}, _MOST_SHAPES)
-
-    def predicted(self, results: Sequence[ShapeResult], way: str) -> float | None:
-        """Return the time of the forward with the timed products computed another way; None where one has no such time.
-
-        A product alone and one in a model meet different clocks. So only the ratio of two products alone counts, where
-        the way that the model computes now was timed.
-        """
-        saved = 0.0
-        for result in results:
-            calls, times = self.linears[result.shape], result.milliseconds
-            if METHOD_OF_WAY[way] not in times:
-                return None
-            other = times[METHOD_OF_WAY[way]]
-            by_ratio = self.in_bf16 and BF16 in times
-            saved += calls.milliseconds - (calls.milliseconds / times[BF16] if by_ratio else calls.count) * other
-        return self.total * (1 - saved / self.watched)
-
-    def predicted_blocks(self) -> float | None:
-        """Return the time of the forward with all blocks on the fused kernels, work between the linears included; None
-        where that speed is not known."""
-        saved = 0.0
-        for blocks in self.blocks:
-            if blocks.speedup is None:
-                return None
-            saved += blocks.milliseconds * (1 - 1 / blocks.speedup)
-        return self.total * (1 - saved / self.watched) if self.blocks else None
-
-
-def longest(times: Mapping[T, float], most: int) -> list[T]:
-    """Return at most so many of the longest, which together take nearly all of the time, the longest first."""
-    chosen, covered = [], 0.0
-    for each in sorted(times, key=lambda each: -times[each])[:most]:
-        if covered < _WORTH_TIMING * sum(times.values()):
-            chosen.append(each)
-        covered += times[each]
-    return chosen
+from .shape_results import ShapeResult, markdown
+from .what_to_load import LoadedForm, answer, loading_table
 
 
 def forward_table(split: ForwardSplit, results: Sequence[ShapeResult]) -> tuple[list[str], list[list[str]]]:
@@ -195,9 +104,16 @@ class Outcome:
     sentences: list[str]
     """Conclusions, the most important first."""
     remarks: list[str]
+    to_load: Sequence[LoadedForm] = ()
+    """Ways to load the MODEL, the most exact first; none where its forward was not predicted."""
 
     @property
     def headline(self) -> str:
+        """What to load on this card, or how fast INT8 is where that is not known."""
+        return answer(self.to_load) or self.speed
+
+    @property
+    def speed(self) -> str:
         """How fast INT8 is on this card, in words: for an image where that is predicted, else for the linears."""
         results, split = self.linears, self.split
         ratio = relative_times(results, split).get(FUSED)
@@ -219,13 +135,15 @@ class Outcome:
         ratios = relative_times(self.linears, self.split)
         first = _section(self.headline, deployment_table(self.linears)) | {
             "bars": [{"name": name, "ratio": ratio, "ours": name == FUSED} for name, ratio in ratios.items()],
-            "summary": self.sentences,
+            "summary": self.sentences if self.headline == self.speed else [f"{self.speed}.", *self.sentences],
             "valid": self.health.teraflops is None or self.health.healthy,
             "copied": self.as_json(),
         }
         if file is not None:
             first["download"] = {"filename": file, "subfolder": "", "type": "output"}
         sections = [first]
+        if self.to_load:
+            sections.append(_section("What to load", loading_table(self.to_load)))
         if self.split is not None:
             sections.append(_section("One forward", forward_table(self.split, self.linears)))
         for result in (*self.linears, *self.attention):
@@ -243,6 +161,8 @@ class Outcome:
         }
         if self.attention:
             content["attention"] = [result.as_json() for result in self.attention]
+        if self.to_load:
+            content["to_load"] = [form._asdict() for form in self.to_load]
         if self.split is not None:
             content["forward"] = {
                 "milliseconds": self.split.total,

@@ -96,7 +96,7 @@ class _Clock:
         self._attention: dict[AttentionSizes | None, list] = {}
         self._called: dict[str, tuple[list, tuple]] = {}  # the blocks of a list, and what one was called with
         self._blocks: list[BlockCalls] = []
-        self._watches = False
+        self._watches, self._working_bytes = False, 0
         options = model.model_options["transformer_options"]
         options[OVERRIDE] = partial(self._attend, options.get(OVERRIDE))
 
@@ -105,9 +105,14 @@ class _Clock:
         with ExitStack() as undo:
             for module, note in self._notes if self._watches else ():
                 self._time(module, undo, note)
+            if on_gpu := self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+                self._working_bytes = -torch.cuda.memory_allocated(self._device)
             self._whole.append(self._watch.begin())
             output = executor(*args, **kwargs)
             self._watch.end(self._whole[-1])
+            if on_gpu:
+                self._working_bytes += torch.cuda.max_memory_allocated(self._device)
         self._watches = False
         for path, (spans, (block, args, kwargs)) in self._called.items():
             speedup = fused_speedup(block, f"{path}.0", args, kwargs, self._device)
@@ -165,6 +170,7 @@ class _Clock:
             all(type(module.weight) is torch.nn.Parameter for module in self._linears.values()),
             self._blocks,
             [dataclasses.replace(call, count=len(self._attention[call])) for call in calls],
+            self._working_bytes,
         )
 
 

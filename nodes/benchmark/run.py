@@ -20,15 +20,20 @@ from ...kernels.benchmark import (
     AttentionResult,
     ForwardSplit,
     LinearShape,
+    LoadedForm,
+    LoadedSizes,
     Outcome,
+    Room,
     ShapeResult,
     attention_memory,
     benchmark_attention,
     benchmark_shape,
+    bus_rate,
     describe_machine,
     examine,
     examine_again,
     ideogram4_attention,
+    loaded_forms,
     native_backend,
     notes,
     shown_methods,
@@ -40,18 +45,25 @@ from ..files.writing.new_file import write_new_file
 from ..host.output_files import output_paths
 from ..host.work import Progress, make_room
 from ..linears.layer_selection import quantizable_linears
+from ..loading.memory_choice import free_for_weights, models_of_a_step
 from .forward import NoForward, label, measure_forward
 
 STORE, KEEP, CLEAR = "by this run", "as before", "by the card's name"
 DECISIONS = (STORE, KEEP, CLEAR)
 """What `auto` is decided by after a run."""
 
+_COPY_BYTES = 1 << 28  # of the copies over the bus
 _GATE_BYTES = 1 << 30  # of the product that the gate measures, rounded up
 _MOST_WEIGHTS_ON_CPU = 32 << 20  # what it does in a fraction of a second, so that a run ends and can be cancelled
 _METHODS_NOTE = (
     "Median times of a busy device with weights out of its cache; ± is half the range of the rounds. The quantization "
     "of the activations is included. x bf16: how many times as fast as bf16. error: against float64, on random data."
 )
+_TO_LOAD_NOTE = (
+    "What to load is predicted, for steps of {}. Weights that do not fit in {:.1f} GB of the card come over the bus in "
+    "each step, at {:.1f} GB/s here."
+)
+_STEP_OF_MODELS = {1: "one forward (CFG makes it two)", 2: "two forwards, one of each model"}
 
 
 def run(
@@ -99,8 +111,9 @@ def run(
             make_room(device, attention_memory(call))
             attention.append(benchmark_attention(call, device, check=check_cancelled, say=say))
         health = examine_again(health, device)
+        to_load = [] if model is None or split is None else ways_to_load(model, split, linears, remarks)
     remarks += [*_native_remark(device, ticked), *_kitchen_remark(device, linears), *notes(linears), *notes(attention)]
-    outcome = Outcome(describe_machine(device), health, linears, attention, split, [str(health)], remarks)
+    outcome = Outcome(describe_machine(device), health, linears, attention, split, [str(health)], remarks, to_load)
     outcome.sentences += [_decide(device, outcome, ticked, decision), *attention_sentences(attention)]
     if device.type == "cuda" and decision == STORE and health.healthy:
         outcome.sentences += store_attention(device, attention)
@@ -151,6 +164,29 @@ def linear_shapes(model: ModelPatcher) -> list[LinearShape]:
     if not shapes:
         raise ValueError("this MODEL has no linear layers in repeated blocks: disconnect it to benchmark Ideogram 4's")
     return list(shapes.values())
+
+
+def ways_to_load(
+    model: ModelPatcher, split: ForwardSplit, linears: Sequence[ShapeResult], remarks: list[str]
+) -> list[LoadedForm]:
+    """Return the ways to load a MODEL with what each would take of this machine's time and memory; none on a CPU."""
+    device, base = model.load_device, model.model
+    if device.type != "cuda":
+        return []
+    dtype, models = base.get_dtype_inference(), models_of_a_step(base.model_config)
+    weights = sum(module.weight.shape.numel() for module in quantizable_linears(model).values())
+    others = sum(parameter.shape.numel() for parameter in base.diffusion_model.parameters()) - weights
+    sizes = LoadedSizes(models, models * weights, models * others * dtype.itemsize)
+    make_room(device, _COPY_BYTES)
+    try:
+        bus = bus_rate(device)
+    except RuntimeError as error:  # the host has no memory to pin
+        remarks.append(f"What to load was not predicted: {error}.")
+        return []
+    host = comfy.model_management.get_free_memory(torch.device("cpu"))
+    room = Room(free_for_weights(base.model_config, device, dtype), host, split.working_bytes, bus)
+    remarks.append(_TO_LOAD_NOTE.format(_STEP_OF_MODELS[models], room.card / 1e9, room.bus / 1e9))
+    return loaded_forms(split, linears, sizes, room)
 
 
 def _decide(device: torch.device, outcome: Outcome, ticked: Collection[str], decision: str) -> str:

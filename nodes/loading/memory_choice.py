@@ -24,7 +24,7 @@ MEMORY_CHOICES = (AUTO, INT8, AS_STORED)
 
 _CHOICE_KEY = "int8_dit_memory_choice"
 _MODELS_OF_A_STEP = {"Ideogram4": 2}
-"""How many MODELs of a file's size one step runs, where it is not one: conditional and unconditional."""
+"""Where it is not one."""
 _IMAGES_IN_VIDEO_LATENTS = {"Anima", "CosmosT2IPredict2", "HunyuanImage21Refiner", "JoyImage", "Krea2", "QwenImage"}
 """Families that draw one image in latents of three dimensions, which those of videos have."""
 _IMAGE, _VIDEO = (1024, 1024, 1), (832, 480, 81)  # width, height, frames
@@ -55,7 +55,7 @@ def choose_memory(
     int8, stored = held_bytes(checkpoint, compute_dtype)
     if stored >= int8:
         return MemoryChoice(False)
-    models = _MODELS_OF_A_STEP.get(type(checkpoint.architecture).__name__, 1)
+    models = models_of_a_step(checkpoint.architecture)
     weights = "weights of both models" if models == 2 else "weights"
     # What the host holds of the other model is no longer free there; what the card holds of it is counted as free.
     places = {
@@ -87,6 +87,11 @@ def held_bytes(checkpoint: Checkpoint, compute_dtype: torch.dtype) -> tuple[int,
         int8 += as_int8
         stored += tensor.nbytes if can_be_stored(tensor) else as_int8
     return int8, stored
+
+
+def models_of_a_step(architecture: Any) -> int:
+    """Return how many MODELs of a family one step runs: conditional and unconditional, or one for both."""
+    return _MODELS_OF_A_STEP.get(type(architecture).__name__, 1)
 
 
 def free_for_weights(architecture: Any, device: torch.device, compute_dtype: torch.dtype) -> int:

@@ -14,7 +14,7 @@ import numpy
 import torch
 
 from ...kernels import FUSED
-from ...kernels.benchmark import ATTENTION_METHODS, BF16, COMFYUI_CHOICE, FUSED_CODES, Times
+from ...kernels.benchmark import ATTENTION_METHODS, BF16, COMFYUI_CHOICE, FUSED_CODES, FUSED_GGUF, Times
 from ..quantization import report
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def draw_times(
     what: str,
     environment: str,
     reference: str = BF16,
-    ours: Collection[str] = (FUSED, FUSED_CODES),
+    ours: Collection[str] = (FUSED, FUSED_CODES, FUSED_GGUF),
 ) -> "Figure":
     """Draw a panel per result, a bar per method: median time relative to the reference, and the span of the rounds.
 

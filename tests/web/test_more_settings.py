@@ -6,7 +6,7 @@ import pytest
 
 from support.frontend import add_nodes, load, saved, set_setting, settle
 
-SHOWN = {"QuantizeToINT8SmoothQuant": 6, "LoadINT8DiT": 3, "INT8KernelBenchmark": 2, "CompareImagesINT8DiT": 0}
+SHOWN = {"QuantizeToINT8SmoothQuant": 6, "LoadINT8DiT": 3, "INT8KernelBenchmark": 3, "CompareImagesINT8DiT": 0}
 MORE = "more settings"
 # The names of the widgets that are drawn, without the button. Newer frontends call one with a link hidden, too.
 CLASSIC = """() => app.graph.nodes.map((node) => node.widgets

@@ -18,6 +18,7 @@ from kernels.benchmark.methods import (
     FP16_SUMS,
     FUSED,
     FUSED_CODES,
+    FUSED_GGUF,
     TICKS,
     UNFUSED,
     Operands,
@@ -49,7 +50,7 @@ def methods(*names, **changes):
 def test_the_table_of_methods_is_consistent():
     names = [method.name for method in BENCHMARK_METHODS]
     assert len(set(names)) == len(names)
-    assert {method.name for method in shown_methods(())} == {BF16, FP16_SUMS, FUSED_CODES, FUSED}
+    assert {method.name for method in shown_methods(())} == {BF16, FP16_SUMS, FUSED_CODES, FUSED_GGUF, FUSED}
     everything = shown_methods(TICKS)
     assert everything == BENCHMARK_METHODS
     assert {method.tick for method in BENCHMARK_METHODS} == {"", *TICKS}
@@ -122,7 +123,7 @@ def test_peers_are_unavailable_on_a_cpu(monkeypatch):
         if method.name in (COMFYUI_INT8, "NF4 dequantized"):
             with pytest.raises((Unavailable, LookupError), match="not installed"):
                 method.call(operands)
-        elif method.foreign or method.name in (FUSED, FUSED_CODES):
+        elif method.foreign or method.name in (FUSED, FUSED_CODES, FUSED_GGUF):
             with pytest.raises(Unavailable, match="no GPU"):
                 method.call(operands)
         else:
@@ -173,6 +174,7 @@ TRUE_ERRORS = {
     "fake-quant": (0.008, 0.015),
     UNFUSED: (0.008, 0.015),
     FUSED_CODES: (0.06, 0.09),
+    FUSED_GGUF: (0.06, 0.09),
     FUSED: (0.008, 0.015),
 }
 

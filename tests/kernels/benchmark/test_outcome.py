@@ -1,65 +1,15 @@
-"""Amdahl's law on made-up forwards."""
+"""Tables and sentences of made-up runs."""
 
-import dataclasses
+import json
 
 import pytest
 
 from kernels.benchmark.health import Health
 from kernels.benchmark.methods import BF16, COMFYUI_INT8, FUSED, NATIVE
-from kernels.benchmark.outcome import (
-    BlockCalls,
-    Calls,
-    ForwardSplit,
-    Outcome,
-    deployment_table,
-    forward_table,
-    relative_times,
-    totals_by_shape,
-)
-from kernels.benchmark.shape_results import LinearShape, ShapeResult
-
-QKV, DOWN, TINY = (LinearShape(*each) for each in (("qkv", 30, 10, 100), ("w2", 10, 40, 100), ("tiny", 30, 10, 1)))
-SPLIT = ForwardSplit(99.0, 100.0, {QKV: Calls(4, 40.0), DOWN: Calls(2, 22.0), TINY: Calls(1, 0.5)}, 20.0)
-BLOCKS = (BlockCalls(4, 60.0, "double", 2.0), BlockCalls(8, 38.0, "single", 2.0))
-IN_BLOCKS = dataclasses.replace(SPLIT, blocks=BLOCKS)
-WAITING = dataclasses.replace(SPLIT, watched=300.0)
-
-
-def result(shape, **milliseconds):
-    rounds = {method: [0.95 * time, time, 1.05 * time] for method, time in milliseconds.items()}
-    return ShapeResult(shape, shape.tokens, rounds=rounds)
-
-
-RESULTS = [
-    result(QKV, **{BF16: 10.0, FUSED: 4.0, COMFYUI_INT8: 5.0}),
-    result(DOWN, **{BF16: 11.0, FUSED: 3.0}),
-]
-SLOW = [result(QKV, **{BF16: 10.0, FUSED: 12.5}), result(DOWN, **{BF16: 11.0, FUSED: 13.0})]
-NOISE = [result(QKV, **{BF16: 10.0, FUSED: 10.2, COMFYUI_INT8: 20.0})]
-
-
-def test_shapes_that_matter_come_first_and_the_rest_is_left_out():
-    assert SPLIT.shapes() == [QKV, DOWN]
-
-
-def test_only_the_timed_linears_change():
-    assert SPLIT.predicted(RESULTS, BF16) == pytest.approx(99.0)
-    assert SPLIT.predicted(RESULTS, FUSED) == pytest.approx(99 * (100 - 62 + 4 * 4 + 2 * 3) / 100)
-    assert SPLIT.predicted(RESULTS, NATIVE) is None  # not timed for w2
-
-
-def test_only_ratios_of_products_alone_count_where_the_model_s_own_was_timed():
-    """Alone, on a hotter card, every product takes twice as long."""
-    hot = [result(QKV, **{BF16: 20.0, FUSED: 8.0}), result(DOWN, **{BF16: 22.0, FUSED: 6.0})]
-    split = dataclasses.replace(SPLIT, in_bf16=True)
-    assert split.predicted(hot, BF16) == pytest.approx(99.0)
-    assert split.predicted(hot, FUSED) == pytest.approx(SPLIT.predicted(RESULTS, FUSED))
-
-
-def test_blocks_by_amdahl_s_law():
-    assert IN_BLOCKS.predicted_blocks() == pytest.approx(99 * (100 - 30 - 19) / 100)
-    unknown = dataclasses.replace(SPLIT, blocks=(*BLOCKS, BlockCalls(1, 1.0, "odd", None)))
-    assert unknown.predicted_blocks() is None and SPLIT.predicted_blocks() is None
+from kernels.benchmark.outcome import Outcome, deployment_table, forward_table, relative_times, text_of, totals_by_shape
+from kernels.benchmark.shape_results import ShapeResult
+from kernels.benchmark.what_to_load import LoadedForm
+from support.made_forwards import IN_BLOCKS, NOISE, QKV, RESULTS, SLOW, SPLIT, TINY, WAITING, result
 
 
 def test_the_table_adds_up():
@@ -112,3 +62,17 @@ WITHOUT_BF16 = ShapeResult(QKV, 100, rounds={FUSED: [1.0]}, absent={BF16: "out o
 )
 def test_the_headline(results, split, says):
     assert Outcome({}, Health(None, None), results, [], split, [], []).headline == says
+
+
+def test_what_to_load_is_said_first():
+    forms = [
+        LoadedForm(name, 9_000_000_000, 0, ms, 9_500_000_000, True) for name, ms in (("INT8", 500.0), ("W4A8", 490.0))
+    ]
+    machine = {"card": "a card", "date": "today"}
+    outcome = Outcome(machine, Health(None, None), RESULTS, [], SPLIT, ["a sentence."], [], forms)
+    assert outcome.headline == "Load INT8 here: 10 s for 20 steps, 9.5 GB of the card"
+    first, to_load, *_ = outcome.sections(None)
+    assert first["summary"] == [f"{outcome.speed}.", "a sentence."] and "1.67 × bf16" in outcome.speed
+    assert [row[0] for row in to_load["rows"]] == ["INT8", "W4A8"]
+    assert outcome.headline in text_of([first]) and outcome.speed in text_of([first])
+    assert [form["milliseconds"] for form in json.loads(outcome.as_json())["to_load"]] == [500.0, 490.0]

@@ -11,11 +11,12 @@ from int8_dit.kernels import Choice
 from int8_dit.kernels.benchmark import attention_rows as attention
 from int8_dit.kernels.benchmark.health import Health
 from int8_dit.kernels.benchmark.methods import TICKS
-from int8_dit.nodes import sockets
+from int8_dit.nodes import kernel_benchmark, sockets
 from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
 from int8_dit.nodes.benchmark import run
 from int8_dit.nodes.benchmark.forward import AttentionSizes, NoForward, attention_call, measure_forward
 from int8_dit.nodes.kernel_benchmark import INT8KernelBenchmark
+from int8_dit.nodes.linears.layer_selection import quantizable_linears
 from int8_dit.nodes.load_int8_dit import LoadINT8DiT
 from int8_dit.nodes.pictures import plot
 from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
@@ -31,7 +32,7 @@ def only(*ticked):
 def test_a_forward_is_split_into_its_parts(dit, monkeypatch, tmp_path):
     monkeypatch.setattr(folder_paths, "get_output_directory", lambda: str(tmp_path))
     # So small a model is slowed down by its clocks.
-    monkeypatch.setattr("int8_dit.kernels.benchmark.outcome._MOST_WATCHED", 1e9)
+    monkeypatch.setattr("int8_dit.kernels.benchmark.forward_split._MOST_WATCHED", 1e9)
     monkeypatch.setattr("int8_dit.nodes.benchmark.forward._SETTLING", 1.0)
     monkeypatch.setattr("int8_dit.nodes.benchmark.forward._WINDOW", 1.0)
     model = dit.stock()
@@ -155,6 +156,74 @@ def test_forgetting_measures_nothing(choices, monkeypatch):
     monkeypatch.setattr(comfy.model_management, "get_torch_device", lambda: CARD)
     output = INT8KernelBenchmark.execute(8, auto_decided=run.CLEAR)
     assert choices == [None, None] and "forgotten" in output.result[1]
+
+
+@pytest.fixture
+def on_a_card(dit, monkeypatch):
+    """A MODEL on a made-up card with room for 1000 bytes of weights, a slow bus and a large host."""
+    model = dit.stock()
+    model.load_device = CARD
+    monkeypatch.setattr(run, "make_room", lambda device, needed: None)
+    monkeypatch.setattr(run, "bus_rate", lambda device: 1e6)
+    monkeypatch.setattr(run, "free_for_weights", lambda architecture, device, dtype: 1000)
+    monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda device: 1 << 40)
+    return model
+
+
+def ways(model, remarks):
+    from int8_dit.kernels.benchmark import FUSED_CODES, FUSED_GGUF, Calls, ForwardSplit, LinearShape, ShapeResult
+
+    shape = LinearShape("qkv", 64, 32, 8)
+    rounds = {
+        name: [time] * 3 for name, time in {"bf16": 2.0, "fused int8": 1.0, FUSED_CODES: 1.1, FUSED_GGUF: 1.2}.items()
+    }
+    split = ForwardSplit(30.0, 30.0, {shape: Calls(10, 20.0)}, 5.0, working_bytes=77)
+    return run.ways_to_load(model, split, [ShapeResult(shape, 8, rounds=rounds)], remarks)
+
+
+def test_what_to_load_counts_the_weights_of_the_model(on_a_card):
+    remarks = []
+    int8, codes, gguf = ways(on_a_card, remarks)
+    parameters = dict(on_a_card.model.diffusion_model.named_parameters())
+    linears = sum(parameters[f"{name}.weight"].numel() for name in quantizable_linears(on_a_card))
+    others = sum(each.numel() for each in parameters.values()) - linears
+    size = on_a_card.model.get_dtype_inference().itemsize
+    assert others > 0 and int8.weights == linears + size * others
+    assert codes.weights == gguf.weights == linears * 9 / 16 + size * others
+    assert int8.streamed == int8.weights - 1000 and int8.peak == 1077 and int8.fits
+    assert int8.milliseconds > codes.milliseconds  # there is less to fetch
+    (said,) = remarks
+    assert "one forward" in said and "0.0 GB/s" in said
+
+
+def test_two_models_of_a_step_take_twice_of_both(on_a_card, monkeypatch):
+    one = ways(on_a_card, [])
+    monkeypatch.setattr(run, "models_of_a_step", lambda architecture: 2)
+    two = ways(on_a_card, [])
+    assert [each.weights for each in two] == [2 * each.weights for each in one]
+
+
+def test_without_pinned_memory_nothing_is_predicted(on_a_card, monkeypatch):
+    def fail(device):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(run, "bus_rate", fail)
+    remarks = []
+    assert ways(on_a_card, remarks) == [] and "CUDA error: out of memory" in remarks[0]
+
+
+def test_a_file_is_loaded_where_no_model_is_connected(dit, monkeypatch, tmp_path):
+    monkeypatch.setattr(folder_paths, "get_output_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(kernel_benchmark, "model_path", lambda name: f"folder/{name}")
+    loaded, measured = [], []
+    monkeypatch.setattr(
+        kernel_benchmark, "load_int8_model", lambda *args, **options: loaded.append((args, options)) or "M"
+    )
+    monkeypatch.setattr(kernel_benchmark, "run", lambda model, *_: measured.append(model))
+    for model, name in ((None, "a.gguf"), ("mine", "a.gguf"), (None, "none")):
+        with pytest.raises(AttributeError):  # of what was not measured
+            INT8KernelBenchmark.execute(8, model, model_name=name)
+    assert measured == ["M", "mine", None] and loaded == [(("folder/a.gguf", "auto"), {"memory": "auto"})]
 
 
 def zeros(*shape):
