@@ -185,8 +185,10 @@ def ways_to_load(
         return []
     host = comfy.model_management.get_free_memory(torch.device("cpu"))
     room = Room(free_for_weights(base.model_config, device, dtype), host, split.working_bytes, bus)
-    remarks.append(_TO_LOAD_NOTE.format(_STEP_OF_MODELS[models], room.card / 1e9, room.bus / 1e9))
-    return loaded_forms(split, linears, sizes, room)
+    forms = loaded_forms(split, linears, sizes, room)
+    if forms:
+        remarks.append(_TO_LOAD_NOTE.format(_STEP_OF_MODELS[models], room.card / 1e9, room.bus / 1e9))
+    return forms
 
 
 def _decide(device: torch.device, outcome: Outcome, ticked: Collection[str], decision: str) -> str:

@@ -203,6 +203,14 @@ def test_two_models_of_a_step_take_twice_of_both(on_a_card, monkeypatch):
     assert [each.weights for each in two] == [2 * each.weights for each in one]
 
 
+def test_nothing_is_said_of_what_was_not_timed(on_a_card):
+    from int8_dit.kernels.benchmark import Calls, ForwardSplit, LinearShape, ShapeResult
+
+    shape, remarks = LinearShape("qkv", 64, 32, 8), []
+    split = ForwardSplit(30.0, 30.0, {shape: Calls(10, 20.0)}, 5.0)
+    assert run.ways_to_load(on_a_card, split, [ShapeResult(shape, 8, rounds={"bf16": [1.0]})], remarks) == remarks == []
+
+
 def test_without_pinned_memory_nothing_is_predicted(on_a_card, monkeypatch):
     def fail(device):
         raise RuntimeError("CUDA error: out of memory")
