@@ -30,7 +30,7 @@ SIDE = 512
 # What each is for, in words that can be read at half the size; whether it runs with nothing downloaded.
 HEADLINES = {
     "Try INT8 without a download": ("First INT8 image: now", "no download, any machine", True),
-    "INT8 kernel benchmark": ("Is INT8 faster here?", "one click, no download", False),
+    "INT8 kernel benchmark": ("What to load here?", "and is INT8 faster: one click", False),
     "INT8 on a card with 8 GB": ("INT8 on 8 GB", "GGUF, as stored or INT8", False),
     "INT8 model with a LoRA": ("INT8 + LoRA", "Z-Image Turbo", False),
     "INT8 and EasyCache": ("INT8 and EasyCache", "the same seed, fewer steps", False),
