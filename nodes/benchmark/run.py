@@ -184,7 +184,8 @@ def ways_to_load(
         remarks.append(f"What to load was not predicted: {error}.")
         return []
     host = comfy.model_management.get_free_memory(torch.device("cpu"))
-    room = Room(free_for_weights(base.model_config, device, dtype), host, split.working_bytes, bus)
+    card = max(0, free_for_weights(base.model_config, device, dtype))
+    room = Room(card, host, split.working_bytes, bus)
     forms = loaded_forms(split, linears, sizes, room)
     if forms:
         remarks.append(_TO_LOAD_NOTE.format(_STEP_OF_MODELS[models], room.card / 1e9, room.bus / 1e9))

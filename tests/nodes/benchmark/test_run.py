@@ -203,6 +203,11 @@ def test_two_models_of_a_step_take_twice_of_both(on_a_card, monkeypatch):
     assert [each.weights for each in two] == [2 * each.weights for each in one]
 
 
+def test_on_a_card_without_room_everything_streams(on_a_card, monkeypatch):
+    monkeypatch.setattr(run, "free_for_weights", lambda architecture, device, dtype: -1)
+    assert all(each.streamed == each.weights for each in ways(on_a_card, []))
+
+
 def test_nothing_is_said_of_what_was_not_timed(on_a_card):
     from int8_dit.kernels.benchmark import Calls, ForwardSplit, LinearShape, ShapeResult
 
