@@ -1,12 +1,17 @@
 """What is said of a machine, and what a choice is bound to with it."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kernels.attention import attention_kernel, attention_launch
 from kernels.card import machine
+from kernels.card.machine import MEASURED_SOURCES, kernel_source_hash
+from kernels.linear.gemm import launch_config
+from kernels.linear.gemm_kernel import int8_gemm_kernel
 
 CARD = torch.device("cuda", 0)
 PROPRIETARY = """\
@@ -71,3 +76,26 @@ def test_the_slowest_memory_of_the_machine(monkeypatch, cards, rate):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(told))
     monkeypatch.setattr(torch.cuda, "get_device_properties", told.__getitem__)
     assert machine.memory_rate.__wrapped__() == pytest.approx(rate, rel=1e-4)
+
+
+def test_what_was_measured_is_bound_to_kernels_and_their_launches():
+    linears = {Path(function.__code__.co_filename) for function in (int8_gemm_kernel.fn, launch_config)}
+    linears.add(Path(launch_config.__code__.co_filename).with_name("ring_gemm_kernel.py"))
+    assert linears == set(MEASURED_SOURCES["GEMM"]) < set(MEASURED_SOURCES["linear"])
+    assert {Path(each.__file__) for each in (attention_launch, attention_kernel)} <= set(MEASURED_SOURCES["attention"])
+
+
+@pytest.mark.parametrize("what", MEASURED_SOURCES)
+def test_a_source_hash_follows_each_file_of_what_was_measured(monkeypatch, tmp_path, what):
+    copies = tuple(tmp_path / source.name for source in MEASURED_SOURCES[what])
+    monkeypatch.setitem(MEASURED_SOURCES, what, copies)
+    for copy in copies:
+        copy.write_text("a = 1")
+    hashes = {kernel_source_hash.__wrapped__(what)}
+    for copy in copies:
+        copy.write_text("a = 2")
+        hashes.add(kernel_source_hash.__wrapped__(what))
+    assert len(hashes) == len(copies) + 1
+    copies[0].unlink()
+    with pytest.raises(FileNotFoundError):
+        kernel_source_hash.__wrapped__(what)
