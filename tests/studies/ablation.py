@@ -25,7 +25,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))  # as a script, only this folder is there
 
 from studies.decoded_weights import decoded, gguf_decoded, nf4_decoded
-from studies.frame import Study, release
+from studies.frame import Study, markdown, release
 from studies.ideogram4_benchmark import TEXT_FEATURES, TEXT_TOKENS
 from support.small_png import save_small_png
 from support.tensors import relative_error
@@ -351,8 +351,6 @@ def _percent(error: list[float]) -> str:
 
 def overview(subjects: dict[str, dict[str, dict]]) -> str:
     """One table of all subjects' figures: the error of every variant."""
-    from int8_dit.kernels.benchmark import markdown
-
     rows = []
     names = dict.fromkeys(name for figures in subjects.values() for name in figures if name != "bf16")
     for name in names:
@@ -367,8 +365,6 @@ def overview(subjects: dict[str, dict[str, dict]]) -> str:
 
 def comparison(title: str, figures: dict[str, dict]) -> str:
     """One subject: the error of every variant relative to that of others."""
-    from int8_dit.kernels.benchmark import markdown
-
     rows = []
     for name, figure in figures.items():
         if name != "bf16":
@@ -381,8 +377,6 @@ def twins(subjects: dict[str, dict[str, dict]], difference: str) -> str:
     """The error of variants relative to that of others with one of DIFFERENCES: "bf16 protection" instead of 16-bit
     activations, "nearest rounding" instead of calibrated, "exact attention" instead of INT8. Empty without such
     variants."""
-    from int8_dit.kernels.benchmark import markdown
-
     ratio = f"ratio to {difference}"
     rows = [
         [COLUMNS.get(key, key), name, str(figure["protected"]), "{:.2f} [{:.2f}, {:.2f}]".format(*figure[ratio])]

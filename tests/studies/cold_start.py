@@ -30,7 +30,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from studies.frame import Row, Rows, Study, failures, number, synchronize
+from studies.frame import Row, Rows, Study, failures, markdown, number, synchronize
 from support.pack import import_comfyui, import_pack, use_dynamic_vram
 
 STEPS, MORE_STEPS, LAST_STEPS = 8, 20, 10
@@ -196,8 +196,6 @@ def main() -> None:
                     rows.attempt(labels, process, arguments.row_seconds)
             os.remove(file)
     study.start(arguments)
-    from int8_dit.kernels.benchmark import markdown
-
     forms = [(key, "d" if key in COUNTS else ".2f") for key, _ in FIGURES]
     lines = []
     for row in rows:

@@ -20,9 +20,11 @@ from studies.frame import (
     Rows,
     Study,
     by_part,
+    compiled_graphs,
     failures,
     graph_counts,
     kernel_times,
+    markdown,
     number,
     ratio,
     release,
@@ -68,8 +70,6 @@ def measure_kernels(random, name: str, pixels: int | None) -> dict:
 
 def table(rows: list[dict]) -> str:
     """A line a row."""
-    from int8_dit.kernels.benchmark import markdown
-
     columns = ["family", "variant", "ms", "vs bf16", "vs native INT8", "busy ms", "of it no attention", "vs bf16"]
     columns += ["host ms", "rel. error"]
     lines = []
@@ -129,13 +129,9 @@ def main() -> None:
         run = partial(measure_kernels, made(row["family"]), row["name"], arguments.pixels)
         found = kernels.measure({"family": row["family"], "name": row["name"]}, run, arguments.row_seconds * 2)
         row |= {name: value for name, value in found.items() if name != "took_s"}
-    graphs = [
-        f"- {row['family']}, {row['variant']}: {row['graphs']} graphs, {row['graph_breaks']} graph breaks"
-        for row in rows
-        if "graphs" in row
-    ]
+    of_row = "family", "variant"
     about = ", random weights. Milliseconds of one forward."
-    study.write(about, table(rows), failures(rows, "family", "variant"), "\n".join(graphs), rows=rows)
+    study.write(about, table(rows), failures(rows, *of_row), compiled_graphs(rows, *of_row), rows=rows)
 
 
 if __name__ == "__main__":

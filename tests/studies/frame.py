@@ -250,6 +250,13 @@ def graph_counts() -> dict[str, int]:
     return counts
 
 
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    from int8_dit.kernels.benchmark import markdown
+
+    return markdown(columns, rows)
+
+
 def number(row: Mapping[str, object], key: str, form: str) -> str:
     """A cell of a table; a dash where the row has no such value."""
     value = row.get(key)
@@ -265,6 +272,17 @@ def ratio(row: Mapping[str, object], base: Mapping[str, object] | None, key: str
 def failures(rows: Sequence[Mapping[str, object]], *names: str) -> str:
     """A list of the rows that failed, each by its values of `names`; empty where none did."""
     lines = [f"- {', '.join(str(row[name]) for name in names)}: {row['failed']}" for row in rows if "failed" in row]
+    return "\n".join(lines)
+
+
+def compiled_graphs(rows: Sequence[Mapping[str, object]], *names: str) -> str:
+    """A list of the rows whose MODELs were compiled, each by its values of `names`, with graphs and seconds."""
+    lines = [
+        f"- {', '.join(str(row[name]) for name in names)}: {row['graphs']} graphs, {row['graph_breaks']} graph breaks, "
+        f"{row['took_s']:.0f} s with compilation"
+        for row in rows
+        if "graphs" in row
+    ]
     return "\n".join(lines)
 
 

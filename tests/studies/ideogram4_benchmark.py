@@ -29,9 +29,11 @@ from studies.frame import (
     Rows,
     Study,
     by_part,
+    compiled_graphs,
     failures,
     graph_counts,
     kernel_times,
+    markdown,
     median_milliseconds,
     number,
     ratio,
@@ -141,8 +143,6 @@ def measure_quantization(bf16, pixels: int, steps: int, rounds: int = 3) -> dict
 
 def quantization_table(figures: dict[str, dict]) -> str:
     """The table of `measure_quantization`'s variants."""
-    from int8_dit.kernels.benchmark import markdown
-
     columns = ["quantization", "seconds", "GPU memory beyond bf16, GB", "host memory, GB", "result, GB", "protected"]
     keys = ("seconds", "device_peak_gb", "host_peak_gb", "result_gb")
     rows = [
@@ -199,8 +199,6 @@ def measure_steps(
 
 def steps_table(rows: Sequence[Row], pixels: Sequence[int]) -> str:
     """Times, and how many times as fast as bf16 and as native INT8; memory; errors."""
-    from int8_dit.kernels.benchmark import markdown
-
     bf16, native = row_of(rows, name="bf16"), row_of(rows, name="native")
     columns = ["variant"]
     for side in pixels:
@@ -217,20 +215,12 @@ def steps_table(rows: Sequence[Row], pixels: Sequence[int]) -> str:
         errors = [row[f"error_{side}"] for side in pixels if f"error_{side}" in row]
         cell += [number(row, "weights_gb", ".1f"), f"{max(errors):.3f}" if errors else "-"]
         cells.append(cell)
-    graphs = [
-        f"- {row['variant']}: {row['graphs']} graphs, {row['graph_breaks']} graph breaks, {row['took_s']:.0f} s with "
-        "compilation"
-        for row in rows
-        if "graphs" in row
-    ]
-    lists = (("Compiled:", "\n".join(graphs)), ("Not measured:", failures(rows, "variant")))
+    lists = (("Compiled:", compiled_graphs(rows, "variant")), ("Not measured:", failures(rows, "variant")))
     return "\n\n".join([markdown(columns, cells), *(f"{head}\n\n{lines}" for head, lines in lists if lines)])
 
 
 def parts_table(rows: Sequence[Row]) -> str:
     """Milliseconds of a step's kernels by part, a column a profiled variant; empty where there is none."""
-    from int8_dit.kernels.benchmark import markdown
-
     profiled = [row for row in rows if "kernels" in row]
     parts = [by_part(row["kernels"]) for row in profiled]
     if not parts:

@@ -18,7 +18,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from studies.frame import Rows, Study, failures, number, row_of, synchronize
+from studies.frame import Rows, Study, failures, markdown, number, row_of, synchronize
 
 TOKENS = (77, 4352)
 KINDS = ("issue", "back to back", "alone")
@@ -107,8 +107,6 @@ def measure(timed: dict, device: torch.device, dtype: torch.dtype, rounds: int, 
 
 def table(rows: list[dict]) -> str:
     """A line a method, microseconds."""
-    from int8_dit.kernels.benchmark import markdown
-
     lines = []
     for name in dict.fromkeys(row["method"] for row in rows):
         found = [row_of(rows, method=name, tokens=tokens) or {} for tokens in TOKENS]

@@ -34,7 +34,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from studies.frame import Study, number, release
+from studies.frame import Study, markdown, number, release
 from support.pack import import_package, use_dynamic_vram
 from support.tensors import relative_error
 
@@ -291,8 +291,6 @@ def measure_loader(arguments: argparse.Namespace, name: str, labels: dict, pixel
 def table(rows: list[dict]) -> str:
     """A line for each amount of memory, mode, loader and LoRA; ratios are to stock's loader of the same file, where
     that was measured, or of INT8."""
-    from int8_dit.kernels.benchmark import markdown
-
     lines = []
     for row in rows:
         kind = row["loader"].partition(", ")[2].partition(" ")[0]

@@ -20,7 +20,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from studies.frame import Rows, Study, number, synchronize, wall_and_host
+from studies.frame import Rows, Study, markdown, number, synchronize, wall_and_host
 
 VARIANTS = ("bf16", "native", "unfused", "pack", "codes")
 ROUNDS_BEFORE = 3  # compile and tune
@@ -108,8 +108,6 @@ def run_steps(random, pixels: list[int], steps: int) -> dict:
 
 def growth_table(measured: dict) -> str:
     """First, last and largest of what was noted, and the caches that changed."""
-    from int8_dit.kernels.benchmark import markdown
-
     states, mib = measured["states"], 1 << 20
     noted = {
         "allocated, MiB": [each["allocated_bytes"] / mib for each in states],
@@ -140,7 +138,6 @@ def main() -> None:
     study.option("--row-seconds", type=float, default=60.0, help="the most for a variant's peaks")
     study.tuning(2.0)
     arguments = study.start()
-    from int8_dit.kernels.benchmark import markdown
     from studies.variants import VARIANTS as TITLES
     from support.random_models import FAMILIES, RandomModel
 

@@ -17,7 +17,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from studies.frame import Rows, Study, failures, number, ratio, row_of, synchronize, wall_and_host
+from studies.frame import Rows, Study, failures, markdown, number, ratio, row_of, synchronize, wall_and_host
 
 # A title, the form of the weights, and to how many bits the kernel rounds activations: 16 for users, None without it.
 VARIANTS = {
@@ -106,8 +106,6 @@ def measure(random, clips: Clips, variant: str, arguments, expected: dict) -> di
 
 def table(rows: list[dict], tokens: list[int]) -> str:
     """A line a row."""
-    from int8_dit.kernels.benchmark import markdown
-
     columns = ["encoder", "variant", "weights GB", "peak GB", "first s", "cold s"]
     for count in tokens:
         columns += [f"ms, {count} tokens", "vs native INT8", "rel. error"]

@@ -32,7 +32,7 @@ sys.path.append(str(TESTS))  # as a script, only this folder is there
 from studies import ablation
 from studies.ablation import TensorDict, stock
 from studies.decoded_weights import NF4_BITS, quantizable
-from studies.frame import Study, release
+from studies.frame import Study, markdown, release
 from support.small_png import save_small_png
 from words.alphabet import Text, random_texts
 from words.reading import edit_distance, normalised, read
@@ -272,8 +272,6 @@ def formatted(metric: str, values: Sequence[float | None] | None, sign: str = ""
 
 def overview(variants: Mapping[str, dict], figures: Mapping[str, dict]) -> str:
     """One row a variant: bytes, latent error, and what can be read."""
-    from int8_dit.kernels.benchmark import markdown
-
     categories = list(figures[REFERENCE])
     rows = []
     for name, cells in figures.items():
