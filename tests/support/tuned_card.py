@@ -1,6 +1,7 @@
 """A card and its clock, imitated: for tests of what the tuner tries on calls, and what it keeps on disk."""
 
 import threading
+from typing import Any
 
 from kernels.linear.tiles import ARCHITECTURES
 from kernels.linear.tuning import Tuner
@@ -55,7 +56,7 @@ class Card:
     def milliseconds(self, span):
         return span[0]
 
-    def tuner(self):
+    def tuner(self: Any):
         tuner = Tuner(self)
         tuner.seconds_before, tuner.calls_a_try = 0.0, 1
         return tuner

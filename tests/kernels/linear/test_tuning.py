@@ -48,7 +48,7 @@ def test_only_candidates_within_reach_are_launched_again(card):
     (
         ((1.0, 0.99), lambda launches: 0.0, 0),  # no other one that is not clearly faster
         ((1.0, 0.97), lambda launches: 0.0, 1),
-        ((1.0, 0.9), lambda launches: 9.0 if launches in (0, 2, 6, 8) else 0.0, 1),  # a first launch, disturbed ones
+        ((1.0, 0.9), lambda launches: 90.0 if launches in (0, 2, 6, 8) else 0.0, 1),  # a first launch, disturbed ones
         ((1.0, 1.01, 1.02), lambda launches: 0.05 * launches, 0),  # a clock that drifts
     ),
 )

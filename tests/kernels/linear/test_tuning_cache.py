@@ -3,9 +3,8 @@
 import json
 import logging
 import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,11 +14,10 @@ import triton
 from kernels.card import json_files
 from kernels.linear import tuning_cache
 from kernels.linear.exactness import WrongResult
-from kernels.linear.tuning_cache import TuningCache, m_bucket
+from kernels.linear.tuning_cache import Tried, TuningCache, m_bucket
+from support.forks import ended, fork
 from support.limits import no_hang
-from support.tuned_card import CARD, CONFIGS, KEY
-
-PROJECT = Path(__file__).resolve().parents[3]
+from support.tuned_card import CARD, CONFIGS, KEY, taking
 
 
 def cache_file(tmp_path):
@@ -29,15 +27,6 @@ def cache_file(tmp_path):
 
 def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def test_what_another_process_measured_meanwhile_is_found(card):
-    tuner, other = card.tuner(), card.tuner()
-    card.choose(tuner=tuner)
-    late = replace(KEY, n=128)
-    card.choose(late, other)
-    card.choose(late, tuner)
-    assert tuner.measured == 1
 
 
 @pytest.mark.parametrize("changed", (None, "card", "triton", "sources"))
@@ -221,22 +210,17 @@ def test_what_could_not_be_written_comes_along_later(card, monkeypatch):
     assert second.measured == 0
 
 
-def test_what_stays_no_more_is_replaced_on_disk(card):
-    """Fewer configurations are known of it then: the file's entry is no better for that."""
-    card.choose()
-    card.times[CONFIGS[1]] = WrongResult()
-    assert card.choose() == CONFIGS[2]
-    card.launches = []
-    assert card.choose() == CONFIGS[2] and CONFIGS[1] not in card.launches
-
-
-def test_what_others_replaced_is_not_written_again(card):
+@pytest.mark.parametrize("reader_writes", (False, True))
+def test_what_stays_no_more_is_replaced_on_disk(card, reader_writes):
+    """Fewer configurations are known of it then: the file's entry is no better for that. A process that has read that
+    one does not write it again."""
     reader = card.tuner()
     card.choose()
     card.choose(tuner=reader)
     card.times[CONFIGS[1]] = WrongResult()
-    card.choose()
-    card.choose(replace(KEY, n=128), reader)
+    assert card.choose() == CONFIGS[2]
+    if reader_writes:
+        card.choose(replace(KEY, n=128), reader)
     card.launches = []
     assert card.choose() == CONFIGS[2] and CONFIGS[1] not in card.launches
 
@@ -269,50 +253,20 @@ def test_where_results_are_kept(monkeypatch, environment, folder, knobs):
     assert json_files.folder() == folder
 
 
-TUNE_MANY = """
-import sys
-import torch
-from kernels.card.timing import Stopwatch
-from kernels.linear import tuning
-from kernels.linear.tiles import ARCHITECTURES
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked")
+def test_processes_that_write_at_once_lose_nothing(card, tmp_path):
+    """Each time as one that knows nothing, and cannot make up for what was lost."""
 
-torch.cuda.is_current_stream_capturing = lambda: False
-torch.cuda.current_stream = torch.cuda.default_stream = lambda: 0
-tuning._NEIGHBOURS = 1000
-print("ready", flush=True)
-input()
-measured = 0
-for n in range(int(sys.argv[1]), int(sys.argv[2])):
-    tuner = tuning.Tuner(Stopwatch(torch.device("cpu")))  # a new one, which cannot make up for what was lost
-    tuner.seconds_before, tuner.calls_a_try = 0.0, 1
-    key, configs = tuning.TuningKey("card", 16, n, 64), list(ARCHITECTURES["Ampere"].rates)[:3]
-    while tuner.settled(key) is None:
-        tuner.run(key, 16, lambda: configs, lambda config: None, lambda config, rank: True)
-    measured += tuner.measured
-print(measured)
-"""
+    def write(first):
+        for n in range(first, first + 60):
+            TuningCache(CARD).add({replace(KEY, n=n): Tried(taking(1.0, 2.0), settled=True)})
 
-
-@pytest.mark.slow
-def test_processes_that_tune_at_once_lose_nothing(tmp_path):
-    environment = {**os.environ, "INT8_DIT_TUNING_CACHE": str(tmp_path), "PYTHONPATH": str(PROJECT)}
-    environment.pop("INT8_DIT_TUNING", None)
-
-    def start(first):
-        command = [sys.executable, "-c", TUNE_MANY, str(first), str(first + 60)]
-        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    started = [start(first) for first in (1, 101)]
-    assert [process.stdout.readline() for process in started] == ["ready\n", "ready\n"]
-    for process in started:
-        print(file=process.stdin, flush=True)
-    assert [process.communicate()[0] for process in started] == ["60\n", "60\n"]
-    (path,) = tmp_path.glob("*.json")
-    entries = json.loads(path.read_text())["entries"]
-    assert {entry["n"] for entry in entries} == {*range(1, 61), *range(101, 161)}
-    assert not list(tmp_path.glob("*.tmp"))
-
-    assert start(1).communicate("\n")[0] == "ready\n0\n"  # later
+    copies = [fork(partial(write, first)) for first in (1, 101)]
+    assert list(map(ended, copies)) == [0, 0]
+    assert {key.n for key in TuningCache(CARD).read()} == {*range(1, 61), *range(101, 161)}
+    TuningCache(CARD).add({replace(KEY, n=1): Tried(taking(1.0))})
+    assert all(tried.settled for tried in TuningCache(CARD).read().values())  # by whomever
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_file_is_read_once_until_it_is_another(card, monkeypatch):
