@@ -20,7 +20,7 @@ from support import workflows_saved
 from support.browser import NoBrowser, chromium
 from support.environment import given, run_script, say
 from support.failing_graphs import BROKEN, FAILING
-from support.frontend import add_nodes, load, open_frontend, set_setting, settle
+from support.frontend import add_nodes, load, open_frontend, posting, set_setting, settle
 from support.node_results import node_results, show_results
 from support.node_texts import own_nodes
 from support.server import ComfyServer, ServerError, serve
@@ -43,9 +43,7 @@ STATE = """() => ({
 
 def run_and_wait(page: Page, server: ComfyServer) -> None:
     """Press Run, and let the prompt be refused or end, however it does."""
-    with page.expect_response(
-        lambda response: response.url.endswith("/prompt") and response.request.method == "POST"
-    ) as posted:
+    with posting(page) as posted:
         page.evaluate("app.queuePrompt(0)")
     answer = posted.value.json()
     if "prompt_id" in answer:

@@ -15,9 +15,9 @@ SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 REGISTER_FILE = 64 * 1024
 
 
-def reports_of(name):
-    script = Path(__file__).resolve().parents[1] / "support" / name
-    finished = subprocess.run([sys.executable, str(script)], check=False, capture_output=True, text=True)
+def reports_of(*program):
+    folder = Path(__file__).resolve().parents[1] / "support"
+    finished = subprocess.run([sys.executable, *program], cwd=folder, check=False, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)
 
@@ -44,22 +44,16 @@ def of_rows(kernels, attention):
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_configuration_is_built(builds, capability):
-    from kernels.linear.tiles import gpu_architecture
+    """Also, where it can walk K twice, so."""
+    from kernels.linear.tiles import gpu_architecture, walks_twice
 
     configs = gpu_architecture(divmod(capability, 10)).rates
     built = [build for build in builds if build["capability"] == capability]
     kernels = {re.sub("group_m=[0-9]+", "group_m=1", build["config"]) for build in built}  # which all groups share
     assert {repr(config.kernel) for config in configs} <= kernels
     assert {build["target"].removesuffix("a") for build in built} == {f"sm_{capability}"}
-
-
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
-def test_every_configuration_that_can_walk_k_twice_is_built_so(builds, capability):
-    from kernels.linear.tiles import gpu_architecture, walks_twice
-
-    configs = gpu_architecture(divmod(capability, 10)).rates
-    built = {build["config"] for build in builds if build["capability"] == capability and build["passes"] == 2}
-    assert {repr(config) for config in configs if walks_twice(config)} == built and built
+    twice = {build["config"] for build in built if build["passes"] == 2}
+    assert {repr(config) for config in configs if walks_twice(config)} == twice and twice
 
 
 def test_int8_tensor_cores_only(builds):
@@ -136,9 +130,5 @@ def test_attention_keeps_its_sums_in_registers(attention):
 # The dearest heads of image and video models, by channels, and tensor core cycles of an instruction.
 @pytest.mark.parametrize(("width", "cycles"), ((64, 2.4), (128, 3.4), (256, 3.4)))
 def test_tensor_cores_are_what_int8_attention_waits_for(width, cycles):
-    program = f"import json, kernel_builds as k; print(json.dumps(vars(k.main_loop({width}))))"
-    folder = Path(__file__).resolve().parents[1] / "support"
-    finished = subprocess.run([sys.executable, "-c", program], cwd=folder, check=False, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    loop = json.loads(finished.stdout)
+    loop = reports_of("-c", f"import json, kernel_builds as k; print(json.dumps(vars(k.main_loop({width}))))")
     assert loop["cycles"] >= cycles * loop["instructions"], loop

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from .server import ComfyServer
 
@@ -76,12 +76,15 @@ def saved(page: Page) -> dict:
     return json.loads(page.evaluate("() => JSON.stringify(app.graph.serialize())"))
 
 
+def posting(page: Page) -> AbstractContextManager[Any]:
+    """What is done within posts a prompt; the value is the server's answer."""
+    return page.expect_response(lambda answer: answer.url.endswith("/prompt") and answer.request.method == "POST")
+
+
 def run(page: Page, server: ComfyServer, prompt: dict | None = None) -> dict[str, dict]:
     """Press the frontend's Run, or queue an API prompt as this client, and wait for the outputs."""
     given = "prompt => app.api.queuePrompt(0, { output: prompt, workflow: {} })"
-    with page.expect_response(
-        lambda response: response.url.endswith("/prompt") and response.request.method == "POST"
-    ) as posted:
+    with posting(page) as posted:
         page.evaluate("app.queuePrompt(0)" if prompt is None else given, prompt)
     answer = posted.value.json()
     assert not answer["node_errors"]

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from support import workflows_saved
-from support.frontend import open_frontend, settle
+from support.frontend import open_frontend, posting, settle
 from support.node_results import node_results, show_results
 from support.server import ExecutionFailed, ExecutionInterrupted
 from support.workflows_saved import BLUEPRINTS, MODEL_FOLDERS, OLD_WORKFLOWS, TEMPLATES, read, subgraphs
@@ -276,13 +276,10 @@ def test_the_first_image_is_three_clicks_away(page, server):
     """From the template browser, with no model anywhere: the pack, the template, Run."""
     with nothing_wrong(page):
         page.evaluate("app.graph.clear()")
-        page.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
-        page.get_by_role("dialog").get_by_role("button", name="int8_dit").click()
+        browse(page)
         page.get_by_test_id("template-workflow-Try INT8 without a download").click()
         page.wait_for_function("!document.querySelector('[role=dialog]')")
-        with page.expect_response(
-            lambda response: response.url.endswith("/prompt") and response.request.method == "POST"
-        ) as posted:
+        with posting(page) as posted:
             page.get_by_test_id("linear-run-button").get_by_role("button", name="Run").click()
         outputs = server.wait(posted.value.json()["prompt_id"], timeout=1200)
         badges = [badge["text"] for output in outputs.values() for badge in output.get("int8_dit_badges", ())]
