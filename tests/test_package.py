@@ -124,33 +124,6 @@ def test_the_registry_reports_nothing(packed):
     assert not findings({name: path.read_text(encoding="utf-8") for name, path in texts.items()})
 
 
-@pytest.mark.parametrize(
-    "text",
-    (
-        "# subprocess is not used\n",
-        "import multiprocessing as m",
-        "from urllib.request import urlopen",
-        "import importlib\nimportlib.import_module('ctypes.util')",
-        "from os import system",
-        "import os\nos.execv('a', [])",
-        "run = eval\nrun('1')",
-        "x = compile('1', 'name', 'eval')",
-        "__builtins__['__import__']('o' + 's')",
-        "import torch\ntorch.load('a.pt')",
-        "import torch\ntorch.load('a.pt', weights_only=False)",
-        "start('a program', shell=True)",
-        "@server.routes.post('/delete')\nasync def delete(request): ...",
-        "PromptServer.instance.app.router.add_get('/a', handler)",
-    ),
-)
-def test_what_the_registry_reports_is_found(text):
-    """And what it lets pass is not."""
-    assert findings({"a.py": text})
-    assert len(findings({"a.js": "eval(text);\nnew Function(text);\nmodel.evaluate(text);"})) == 2
-    passes = "import re\nre.compile('a')\nmodel.training = False\nimport torch\ntorch.load('a.pt', weights_only=True)"
-    assert not findings({"a.py": passes})
-
-
 def test_there_are_files_alone_in_the_package_and_none_that_python_made(packed):
     assert not [name for name in packed if (PROJECT / name).is_symlink() or not (PROJECT / name).is_file()]
     assert not [name for name in packed if "__pycache__" in name or name.endswith((".pyc", ".so", ".dll", ".exe"))]
@@ -207,15 +180,9 @@ def test_the_changelog_has_an_entry_for_this_version(project):
     assert project["project"]["version"] in headings
 
 
-def forms(folder):
-    return [
-        pytest.param(yaml.safe_load(path.read_text(encoding="utf-8")), id=path.name)
-        for path in sorted((PROJECT / ".github" / folder).glob("*.yml"))
-    ]
-
-
-@pytest.mark.parametrize("workflow", forms("workflows"))
-def test_workflows_name_commands_that_are_here(workflow):
+@pytest.mark.parametrize("path", sorted((PROJECT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)
+def test_workflows_name_commands_that_are_here(path):
+    workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert workflow[True] and workflow["jobs"]  # YAML 1.1 reads the key `on` as true
     for job in workflow["jobs"].values():
         if "uses" in job:
@@ -225,12 +192,3 @@ def test_workflows_name_commands_that_are_here(workflow):
             assert ("uses" in step) != ("run" in step), step
             for script in re.findall(r"tests/[\w/]+\.py", step.get("run", "")):
                 assert (PROJECT / script).is_file()
-
-
-@pytest.mark.parametrize("form", forms("ISSUE_TEMPLATE"))
-def test_issue_forms_are_well_formed(form):
-    assert form["name"] and form["description"]
-    asked = [part for part in form["body"] if part["type"] != "markdown"]
-    assert asked and {part["type"] for part in asked} <= {"input", "textarea", "dropdown", "checkboxes"}
-    assert len({part["id"] for part in asked}) == len(asked)
-    assert all(part["attributes"]["label"] for part in asked)
