@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from studies import rtx3090_projection as projection
-from studies.ablation import DEFAULT, PEERS, Outcome, interval, summary
+from studies.ablation import DEFAULT, PEERS, Outcome, interval, ratio_of_means, summary
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROJECT = RESULTS.parents[2]
@@ -125,6 +125,75 @@ def words():
     yield from (f"README: {value} %" for value in percent)
 
 
+def second_samples_of_words():
+    def errors(folder, variant, other):
+        """Of two variants on each sample."""
+        files = [stored(f"{folder}/{name}.json", "variants") for name in ("words", "second_sample")]
+        return [[np.array(variants[name]["errors"]) for name in (variant, other)] for variants in files]
+
+    def ratio(*asked):
+        """On each sample, and on both with its interval."""
+        pairs = errors(*asked)
+        joint = [np.concatenate(samples) for samples in zip(*pairs, strict=True)]
+        return *(ratio_of_means(*pair, axis=0) for pair in pairs), *interval(*joint, statistic=ratio_of_means)
+
+    def by_image(*asked):
+        """The geometric mean of the ratios of both samples' images."""
+        return np.exp(interval(np.concatenate([np.log(one / other) for one, other in errors(*asked)])))
+
+    sentence = "leaves {:.2f} × on the first sample and {:.2f} × on the second, {:.2f} × [{:.2f}, {:.2f}] on both"
+    yield sentence.format(*ratio("words_codes", "W4A8", "ComfyUI W4A8"))
+    folders = ("words_codes", "words_codes_outliers")
+    trained, outliers = (ratio(folder, ATTENTION, DEFAULT)[2:] for folder in folders)
+    sentence = (
+        "has {:.2f} × [{:.2f}, {:.2f}] the default's error as trained and {:.2f} × [{:.2f}, {:.2f}] with outliers"
+    )
+    yield sentence.format(*trained, *outliers)
+    others = [ratio(folder, f"{DEFAULT}, comfy-kitchen's INT8 attention", DEFAULT)[2] for folder in folders]
+    yield "comfy-kitchen's {:.2f} and {:.2f} ×".format(*others)
+    one = "{:.2f} × [{:.2f}, {:.2f}]"
+    trained, outliers = (one.format(*by_image(folder, ATTENTION, DEFAULT)) for folder in folders)
+    yield f"Image by image INT8 attention has {trained} and {outliers} (geometric means)"
+    cpu = "words_attention"
+    now, before = (ratio(cpu, variant, DEFAULT)[2:] for variant in (ATTENTION, f"{ATTENTION} in all steps"))
+    yield f"INT8 attention has {one.format(*now)} the default's error, and {one.format(*before)} in all steps."
+    now, before = (one.format(*by_image(cpu, name, DEFAULT)) for name in (ATTENTION, f"{ATTENTION} in all steps"))
+    yield f"Image by image that is {now} and {before} (geometric means)"
+    rtx, theirs = "words_attention_rtx30", f"{DEFAULT}, comfy-kitchen's INT8 attention"
+    own, all_steps, other = (
+        one.format(*ratio(rtx, name, DEFAULT)[2:]) for name in (ATTENTION, f"{ATTENTION} in all steps", theirs)
+    )
+    yield f"has {own} the default's error on 600 such texts, {all_steps} in all steps, and comfy-kitchen's {other}."
+    read = stored(f"{rtx}/words.json")["exact"]
+    counts = (read[name].count("1") for name in (ATTENTION, DEFAULT))
+    yield "Of the first 300 texts {} can be read, and {} with the default.".format(*counts)
+
+
+def step_caches():
+    found = stored("words_step_cache/words.json")
+    caches = [f"{name}, LazyCache {at}" for at in (0.2, 0.1) for name in ("bf16", "naive W8A8")]
+    latent = {name: found["figures"][name]["all"]["latent"] for name in (*caches, "naive W8A8")}
+    cells = ["{:.2f} % [{:.2f}, {:.2f}]".format(*(100 * value for value in latent[name])) for name in latent]
+    yield "moves the mean latent by {} in bf16 and by {} in plain INT8, and at 0.1 by {} and {}.".format(*cells)
+    yield f"Plain INT8 alone moves it by {cells[4]}."
+    counts = [found["exact"][name].count("1") for name in (caches[0], caches[2], caches[1], caches[3], "bf16")]
+    sentence = "{} and {} of the 40 texts can be read in bf16, {} and {} in INT8, and {} in bf16 with every step"
+    yield sentence.format(*counts)
+
+
+def attention_in_ampere_instructions():
+    calls = {call["call"]["name"]: call["milliseconds"] for call in stored("attention/attention.json", "calls")}
+
+    def against(other, card, names):
+        return " and ".join(f"{calls[name][other] / calls[name][f'INT8 as on {card}']:.2f}" for name in names)
+
+    flux = ("Flux.1", "Flux.1, 2048 px")
+    as_on_a100 = against("flash", "an A100", flux), against("comfy-kitchen INT8", "an A100", flux)
+    yield "with quantization {} × as fast as FlashAttention 2 and {} × as comfy-kitchen's".format(*as_on_a100)
+    as_on_rtx = against("flash", "an RTX 30", flux), against("comfy-kitchen INT8", "an RTX 30", flux)
+    yield "As on an RTX 30 it is {} × and {} ×".format(*as_on_rtx)
+
+
 def first_images():
     rows = stored("cold_start/cold_start.json")
     seconds = {tuple(row[label] for label in ("form", "mode", "variant", "caches")): row["all_s"] for row in rows}
@@ -147,11 +216,14 @@ def first_images():
 
 
 SENTENCES = (
+    attention_in_ampere_instructions,
     first_images,
     steps_of_ideogram_4,
     projected_steps,
     ablation,
     words,
+    second_samples_of_words,
+    step_caches,
 )
 
 
