@@ -55,8 +55,8 @@ function kindOfMark(mark) {
 }
 
 function described(mark) {
-  if (mark.before === null) return `${mark.layer}: never called`;
-  return `${mark.layer}: ${percent(mark.before)} → ${percent(mark.after)}, ${mark.held_in}`;
+  if (mark.before === null) return `${mark.layer}: ${translated(NEVER.name)}`;
+  return `${mark.layer}: ${percent(mark.before)} → ${percent(mark.after)}, ${translated(mark.held_in)}`;
 }
 
 /** Which of the numbers first..last are written: as many as have room. */
@@ -110,7 +110,7 @@ function legend({ panels, plain = "plain INT8" }) {
   return element("div", { className: "legend" }, drawn);
 }
 
-/** The report as a section; `report` is what nodes/quantization/chart.py says of a Chart. */
+/** The report as a section; `report` is what QuantizationReport.chart of nodes/quantization/report.py returns. */
 export function quantizationSection(report) {
   const { title, summary, panels } = report;
   const drawn = panels.flatMap((panel, index) => {
