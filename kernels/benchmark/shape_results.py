@@ -185,7 +185,7 @@ def notes(results: Sequence[Times]) -> list[str]:
         for method, reason in result.absent.items():
             reasons.setdefault(reason, {}).setdefault(method, []).append(result.place())
     for reason, places in reasons.items():
-        methods = [m if len(at) == len(results) else f"{m} at {', '.join(at)}" for m, at in places.items()]
+        methods = [m if len(at) == len(results) else f"{m} ({', '.join(at)})" for m, at in places.items()]
         lines.append(f"Left out ({reason}): {'; '.join(methods)}.")
     for result in results:
         for method, error in result.relative_errors.items():

@@ -25,7 +25,7 @@ PATHS = (
 )
 KEPT = (
     "\\* not captured in a CUDA graph: a loop of calls, the host's launches included.",
-    "Left out (there is no such kernel here): flash; cuDNN at 4352 x 4608 x 4608.",
+    "Left out (there is no such kernel here): flash; cuDNN (4352 x 4608 x 4608).",
     "INT8/bf16, 1.5/2.0 s/it and n/a; 31.5 % (±0.3), e.g. `pip install bitsandbytes`.",
     "Exact attention, 24 heads of 128: PyTorch's choice is the fastest, 2.00 x ComfyUI's choice.",
 )

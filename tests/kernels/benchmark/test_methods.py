@@ -66,7 +66,7 @@ def test_notes_say_what_is_missing_and_what_is_doubtful():
         result.absent[FP8] = "no FP8"
     results[1].absent[KITCHEN_CUDA] = "no FP8"
     (line,) = notes(results)
-    assert line == f"Left out (no FP8): {FP8}; {KITCHEN_CUDA} at 77 x 1000 x 2000."
+    assert line == f"Left out (no FP8): {FP8}; {KITCHEN_CUDA} (77 x 1000 x 2000)."
 
     results[0].relative_errors = {UNFUSED: 0.01, FUSED: math.nan}
     results[0].rounds[BF16] = [1.0, 1.2, 1.0]
