@@ -1,7 +1,8 @@
 // The sentences of runs in the user's language. Python says them in English; locales/*/main.json has, under "int8_dit",
 // English patterns with {placeholders} and what each becomes.
 //
-// A placeholder that is called n, n2, n3 stands for a number, any other for any words, which are translated in turn.
+// A placeholder that is called n, n2, n3 stands for a number, {kind} for words of one clause, any other for any words.
+// Words are translated in turn.
 // What has no pattern is cut at its sentences, then at its clauses, of which some following ones may be known together;
 // what is not known then stays English.
 
@@ -11,6 +12,7 @@ import { app } from "../../scripts/app.js";
 const PACK = "int8_dit";
 const OPTIONS = "int8_dit_options"; // what widgets can be set to
 const NUMBER = String.raw`[-+]?\d[\d.,]*?`;
+const KIND = "kind";
 const PLACEHOLDER = /\{(\w+)\}/;
 const PLACEHOLDERS = new RegExp(PLACEHOLDER, "g");
 // Where texts are cut, the outermost first, never inside of parentheses. The catalog has what stands there instead, and
@@ -22,7 +24,7 @@ const JOINS = 8; // a pattern with fewer characters of its own joins words, "{on
 const BEFORE = [". ", ": "];
 const BEHIND = [". ", ": ", "; ", ", "];
 const TOGETHER = 3; // pieces beside each other that can have one pattern
-const REMARK = /^(.+?) \((.+)\)$/s; // "fp32 (protected)"
+const REMARK = /^(.+?) \((.+)\)(\.?)$/s; // "fp32 (protected)"
 
 const catalogs = {}; // by language
 
@@ -99,6 +101,7 @@ function known(text, { texts, patterns, options }, separator = "") {
       if (!values || (literal < JOINS && values.some((value) => /[,;:(]/.test(value)))) continue;
       if (!values.every(isBalanced)) continue;
       if (holdsAny(values.at(0), first) || holdsAny(values.at(-1), last)) continue;
+      if (names.includes(KIND) && holdsAny(values[names.indexOf(KIND)], [", "])) continue;
       const inWords = Object.fromEntries(names.map((name, index) => [name, translated(values[index])]));
       return translation.replaceAll(PLACEHOLDERS, (all, name) => inWords[name] ?? all) + (stop && texts[stop]);
     }
@@ -124,11 +127,11 @@ function pieces(text, catalog, first) {
     if (done.length === parts.length && done.every((part, index) => part === parts[index])) continue;
     return done.join(catalog.texts[CUTS[cut]] ?? CUTS[cut]);
   }
-  const [, said, remark] = REMARK.exec(text) ?? [];
+  const [, said, remark, stop] = REMARK.exec(text) ?? [];
   const both = said && [translated(said), translated(remark)];
   if (!both || (both[0] === said && both[1] === remark)) return text;
   const [open, close] = [" (", ")"].map((mark) => catalog.texts[mark] ?? mark);
-  return `${both[0]}${open}${both[1]}${close}`;
+  return `${both[0]}${open}${both[1]}${close}${stop && (catalog.texts[stop] ?? stop)}`;
 }
 
 /** How many of the pieces from one on are known as one text, and its translation; undefined where not even that one. */

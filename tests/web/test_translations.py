@@ -15,11 +15,32 @@ SENTENCES = (  # what nodes say in English, cut and put together in every way
     "210 of 211 linears fused INT8 from GGUF Q4_K, 1 bf16 (small or sensitive), attention as ComfyUI, weights of both "
     "models as stored in 10.4 GB (INT8 takes 18.6 GB, the card has 11.7 GB free)",
     "34 of 34 linears fused INT8, attention as ComfyUI, weights as INT8 in 9.3 GB (as stored 5.2 GB)",
+    "204 of 211 linears fused INT8, 3 INT8 from GGUF Q4_K with 16-bit activations in plain PyTorch (no GPU), 2 INT8 "
+    "in memory but computed in bf16, 1 INT8 in memory but computed in fp16 (bf16 was chosen), 1 fp32 (bf16 was chosen)",
+    "204 of 211 linears INT8 from W4A8 with 16-bit activations in plain PyTorch (no GPU), 7 INT8 that ComfyUI computes "
+    "itself, past the fused kernel, attention as ComfyUI",
+    "211 of 211 linears INT8 that ComfyUI computes itself, past the fused kernel, attention as ComfyUI",
+    "204 of 211 linears fused INT8, 5 ComfyUI's INT8 (measured to be the fastest on this RTX 3060, 2026-11-28), 2 bf16 "
+    "(the model runs on cpu, and INT8 tensor cores need a GPU), attention the fastest exact way",
+    "34 of 34 linears fp32 (small or sensitive), attention as ComfyUI, exact in 3 blocks",
+    "34 of 36 linears bf16 instead of the file's INT8, 2 fp16 (bf16 was chosen), attention as ComfyUI",
+    "34 of 36 linears bf16 instead of the file's INT8 (bf16 was chosen), 2 bf16 (small or sensitive)",
+    "34 of 36 linears FP8 as in the file, 2 ComfyUI's W4A4 as in the file (slow: comfy-kitchen has no kernel for it "
+    "here)",
+    "34 of 36 linears ComfyUI's W4A8 as in the file (bf16 was chosen), 2 ComfyUI's W6A8 as in the file",
+    "ComfyUI's own INT8, as chosen",
+    "bf16 was chosen. This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it.",
     "17 of 211 linears are protected, the most fragile on recorded inputs.",
     "the model runs on cpu, and INT8 tensor cores need a GPU. Set kernel to 'fused int8' on the node that made the "
     "model, to use INT8 all the same.",
     "saved INT8_00001_.safetensors, 7.7 MB",
+    "saved a model, new_00001_.gguf, 11.9 GB",
     "quantizing layer 80 of 211",
+    "reading layer 3 of 9, about 1 h 3 min left",
+    "attention out: fused INT8 1.72 x bf16",
+    "Mean error 0.61 % of the output (plain INT8: 1.20 %). 17 of 211 linears protected: 16 in INT8 with 16-bit "
+    "activations, 1 in bf16. Calibrated rounding in 150 of 211 layers, mean error 0.52 % there on held-out inputs "
+    "(rounded to nearest: 0.63 %). INT8 attention: mean error 1.10 %, exact in 3 of 34 blocks. 9.4 GB (was 18.6 GB).",
     "On this card INT8 is 1.72 × bf16; your image takes 0.58 of the time",
     "On this card INT8 is only 0.89 × bf16 in the linears",
     "INT8 was not timed beside bf16 here: no GPU",
@@ -29,6 +50,7 @@ SENTENCES = (  # what nodes say in English, cut and put together in every way
     "card come over the bus in each step, at 12.3 GB/s here.",
     "What to load was not predicted",
     "The card is healthy: 65 bf16 TFLOPS, 92% of the card's peak of 71.",
+    "The card is healthy: 65 bf16 TFLOPS.",
     "INVALID RUN. Its speed varies by 20% from one moment to the next. The card's speed changed by +21% during the "
     "run: leave it alone and measure again. Measured: 8 bf16 TFLOPS, 11% of the card's peak of 71.",
     "Nothing was stored, because this run does not count: auto stays as it was, decided by the run of 2026-11-28.",
@@ -37,18 +59,29 @@ SENTENCES = (  # what nodes say in English, cut and put together in every way
     "fused int8 at 4096 x 512 x 256 computes something else: relative error 0.3.",
     "The rounds of bf16 differ by up to 12%: this machine was not steady, measure again.",
     r"\* not captured in a CUDA graph: a loop of calls, the host's launches included.",
+    "Left out: ffn up (12288 x 4608 weights are too many for a CPU).",
+    "Left out (not enough memory): INT8 of this pack; fused int8, GGUF Q4_K (4352 x 4608 x 512); cuDNN (18 heads of "
+    "256, 4351 tokens).",
     "predicted, linears in fused int8",
     "predicted, whole blocks on the fused kernels",
     "one forward, as the model is",
     "attention, 18 heads of 256, 4352 tokens",
     "cross attention, 2 x 24 heads (8 of keys) of 128, 4096 x 512 tokens, masked",
     "Exact attention, 18 heads of 256, 4352 tokens: flash is the fastest, 1.10 x ComfyUI's choice.",
+    "Exact attention, 18 heads of 256, 4352 tokens: PyTorch's choice is the fastest, 1.10 x ComfyUI's choice.",
+    "x ComfyUI's choice",
+    "1.72 x bf16",
+    "linears",
+    "the rest",
+    "share",
     "s for 20 steps",
     "over the bus each step, GB",
     "W4A8 as stored",
     "0.6 % of the weight changes; 15.1 MB become 9.4 MB",
     "46.8 dB: most people see no difference",
     "PSNR: image and other differ within noise.",
+    "SSIM: other is closer to the reference by 0.0042, more than noise.",
+    "+0.12 to +0.45",
     r"Triton is not installed; in the folder D:\My files\portable run `.\python_embeded\python.exe -s -m pip install "
     '"triton-windows==3.7.*"`.',
     "Triton 3.8 is installed, but PyTorch 2.13 is built for Triton 3.7: torch.compile may fail; in the folder "
