@@ -133,6 +133,22 @@ def test_typical_errors_are_errors_of_the_code():
     assert not unknown
 
 
+@pytest.mark.parametrize("language", TRANSLATIONS)
+def test_typical_errors_are_quoted_as_they_are_translated(language):
+    catalog = json.loads((LOCALES / language / "main.json").read_text("utf-8"))["int8_dit"]
+    shown, unknown = [PLACEHOLDER.sub("…", text) for text in catalog.values()], set()
+    shown.append("bypass")  # what ComfyUI calls a loader
+    for path in HELP.glob(f"*/{language}.md"):
+        errors = path.read_text(encoding="utf-8").rpartition("\n## ")[2]
+        quotes = re.findall(r"(?<!\*)\*([^*\n]+)\*(?!\*)", errors)
+        assert quotes, path.parent.name
+        for quote in quotes:
+            pattern = ".*".join(re.escape(part) for part in quote.split("…"))
+            if not any(re.search(pattern, text) for text in shown):
+                unknown.add(f"{path.parent.name}: {quote}")
+    assert not unknown
+
+
 def test_patterns_of_sentences_are_translated():
     """web/translations.js: the same English patterns in each language, each with its own placeholders in it."""
     catalogs = {
