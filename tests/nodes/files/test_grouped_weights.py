@@ -13,10 +13,9 @@ import torch
 from comfy.quant_ops import QUANT_ALGOS
 from safetensors.torch import load_file
 
-from int8_dit.kernels import ChannelTransform
 from int8_dit.nodes.comfyui.quantized import stored
 from int8_dit.nodes.loading.load_plan import checkpoint_plan
-from support.file_formats import GROUPED, config_in, decoded, encoded, in_codes, in_metadata
+from support.file_formats import FORMATS, config_in, configs_in, decoded, encoded, in_metadata, unrotated
 
 UNKNOWN = {"made_by": "a newer tool", "params": {"seed": 7}}
 BITS = (4, 6)
@@ -32,42 +31,34 @@ def kitchen():
     return quantize_w4a8_int8_weight
 
 
-def rotation_of(channels):
-    return 256 if channels % 256 == 0 else 64
+@pytest.fixture(scope="module")
+def made(dit):
+    """The file of codes of so many bits; comfy-kitchen's quantizer takes a while."""
 
+    @cache
+    def make(bits):
+        file, quantize = FORMATS[f"W{bits}A8"](dit.tensors(), dit.LINEARS), kitchen()
+        for layer in dit.LINEARS if quantize else ():
+            weight = dit.tensors()[f"{layer}.weight"].float()
+            rotation = config_in(file.tensors[f"{layer}.comfy_quant"])["convrot_groupsize"]
+            codes, s_rel, s_channel, _, codebook = quantize(weight, 16, rotation, bits=bits)
+            parts = {"": codes, "_s_rel": s_rel, "_s_channel": s_channel}
+            parts |= {} if codebook is None else {"_codebook": codebook}
+            file.tensors.update({f"{layer}.weight{part}": tensor for part, tensor in parts.items()})
+            file.values[f"{layer}.weight"] = unrotated(decoded(parts, bits), rotation)
+        return file
 
-def rotated(weight):
-    return ChannelTransform(None, rotation_of(weight.shape[1])).to_weight(weight)
-
-
-def parts_of(weight, bits):
-    """The parts of a layer in a file, by what their names end with."""
-    quantize = kitchen()
-    if quantize is None:
-        return in_codes(rotated(weight), bits)
-    codes, s_rel, s_channel, _, codebook = quantize(weight, 16, rotation_of(weight.shape[1]), bits=bits)
-    parts = {"": codes, "_s_rel": s_rel, "_s_channel": s_channel}
-    return parts if codebook is None else {**parts, "_codebook": codebook}
+    return make
 
 
 @pytest.fixture(scope="module")
-def parts(dit):
-    """The parts of each layer, by its name and the bits; comfy-kitchen's quantizer takes a while."""
-    return cache(lambda layer, bits: parts_of(dit.tensors()[f"{layer}.weight"].float(), bits))
+def quantized(made):
+    """The tensors of the file, with these options in its marks."""
 
-
-@pytest.fixture(scope="module")
-def quantized(dit, parts):
-    """The tensors of a file, by the bits of its codes."""
-
-    def make(bits, format=None, **options):
-        tensors = dit.tensors()
-        for layer in dit.LINEARS:
-            rotation = rotation_of(tensors.pop(f"{layer}.weight").shape[1])
-            mark = {"format": format or GROUPED[bits], "group_size": 16, "convrot_groupsize": rotation, **options}
-            tensors |= {f"{layer}.weight{part}": tensor for part, tensor in parts(layer, bits).items()}
-            tensors[f"{layer}.comfy_quant"] = encoded(mark)
-        return tensors
+    def make(bits, **options):
+        tensors = made(bits).tensors
+        marks = {f"{layer}.comfy_quant": encoded(mark | options) for layer, mark in configs_in(tensors).items()}
+        return tensors | marks
 
     return make
 
@@ -93,14 +84,11 @@ def stock(dit, write):
     return lambda bits: dit.stock(write(bits, "for stock", format="asym_w4a8_int8"))
 
 
-def with_it(dit, tensors, bits, lora):
+@pytest.fixture
+def with_it(dit, made):
     """What the floats that a file stands for compute with a LoRA."""
-    floats = dict(tensors)
-    for layer in dit.LINEARS:
-        pieces = [key for key in tensors if key.startswith(f"{layer}.weight") or key == f"{layer}.comfy_quant"]
-        weight = decoded({key.removeprefix(f"{layer}.weight"): floats.pop(key) for key in pieces}, bits)
-        floats[f"{layer}.weight"] = ChannelTransform(None, rotation_of(weight.shape[1])).to_activations(weight)
-    return dit.output(dit.with_lora(comfy.sd.load_diffusion_model_state_dict(floats), lora))
+    floats = lambda bits: comfy.sd.load_diffusion_model_state_dict(dict(made(bits).values))  # noqa: E731
+    return lambda bits, lora: dit.output(dit.with_lora(floats(bits), lora))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -122,7 +110,7 @@ def test_as_int8_it_is_exactly_native_convrot(dit, quantized, load, bits):
         parts = {key.removeprefix(f"{layer}.weight"): t for key, t in tensors.items() if key.startswith(f"{layer}.w")}
         assert torch.equal(weight._params.scale.flatten(), parts["_s_channel"])
         assert torch.equal(weight._qdata * parts["_s_channel"][:, None], decoded(parts, bits))
-        assert weight._params.rotation_group == rotation_of(weight.shape[1])
+        assert weight._params.rotation_group == config_in(tensors[f"{layer}.comfy_quant"])["convrot_groupsize"]
 
 
 def test_codes_that_stay_do_not_go_to_the_card_to_be_loaded(dit, write, monkeypatch):
@@ -173,7 +161,7 @@ def test_saved_as_int8_it_is_a_native_file_that_keeps_what_its_mark_said(dit, lo
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_saved_with_a_lora_its_layers_are_int8(dit, quantized, load, lora, tmp_path, bits):
+def test_saved_with_a_lora_its_layers_are_int8(dit, with_it, load, lora, tmp_path, bits):
     """And the others stay: 4 bits would lose most of it."""
     some = {key: tensor for key, tensor in lora.items() if ".0." in key}
     patched = dit.with_lora(load(bits, **UNKNOWN), some)
@@ -181,7 +169,7 @@ def test_saved_with_a_lora_its_layers_are_int8(dit, quantized, load, lora, tmp_p
     again = dit.load(path, memory="as stored")
     changed = {layer for layer in dit.LINEARS if ".0." in layer}
     assert set(dit.int8_weights(again)) == changed and set(dit.coded(again)) == set(dit.LINEARS) - changed
-    assert dit.relative_error(dit.output(again), with_it(dit, quantized(bits), bits, some)) < 0.1
+    assert dit.relative_error(dit.output(again), with_it(bits, some)) < 0.1
     layer = next(iter(changed))
     saved = load_file(path)
     assert {key for key in saved if key.startswith(f"{layer}.weight")} == {f"{layer}.weight", f"{layer}.weight_scale"}
@@ -204,8 +192,8 @@ def test_apply_says_what_runs(dit, stock):
     assert "ComfyUI's W4A8 as in the file (" in str(dit.summarize(declined))
 
 
-def test_apply_under_a_lora_of_a_streamed_weight(dit, stock, quantized, lora):
+def test_apply_under_a_lora_of_a_streamed_weight(dit, stock, with_it, lora):
     patched = dit.with_lora(dit.apply(stock(4)), lora)
     dit.stream(patched)
     assert dit.module(patched, dit.LAYER).weight_function
-    assert dit.relative_error(dit.forward(patched), with_it(dit, quantized(4), 4, lora)) < 0.1
+    assert dit.relative_error(dit.forward(patched), with_it(4, lora)) < 0.1

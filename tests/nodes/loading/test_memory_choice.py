@@ -13,7 +13,6 @@ from int8_dit.nodes.files.holding import is_gguf
 from int8_dit.nodes.files.reading.checkpoint import read_checkpoint
 from int8_dit.nodes.loading import memory_choice
 from int8_dit.nodes.loading.summary import summarize
-from support import gguf_files as files
 
 GB = 10**9
 
@@ -22,10 +21,7 @@ GB = 10**9
 def gguf_file(dit, tmp_path):
     """A file of the glyph model, whose rows of 768 weights are in a K-quant."""
 
-    def write(kind):
-        return files.write_gguf(tmp_path / f"{kind}.gguf", dit.tensors(), files.linears_in(kind))
-
-    return write
+    return lambda kind: dit.write_as(tmp_path, kind)
 
 
 @pytest.fixture
