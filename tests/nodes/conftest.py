@@ -5,7 +5,10 @@ Both are imported before the modules of tests are, so that these can import of t
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from support.attention_calls import FloatAttention
 from support.pack import import_comfyui, import_pack
@@ -50,6 +54,35 @@ def small() -> ModuleType:
     from support import small_models
 
     return small_models
+
+
+@pytest.fixture(scope="session")
+def run_script() -> Callable[..., Any]:
+    """Run a script of this folder with ComfyUI's, and these variables: what it prints last, as JSON."""
+
+    def run(name: str, **variables: str) -> Any:
+        command = [sys.executable, str(Path(__file__).with_name(name)), os.environ["COMFYUI_PATH"]]
+        environment = {**os.environ, **variables}
+        finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200, env=environment)
+        assert finished.returncode == 0, finished.stderr[-4000:]
+        return json.loads(finished.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable], Any]:
+    """What a function of a path returns, as JSON: called by one of the processes that share these tests."""
+
+    def call(name: str, make: Callable[[Path], Any]) -> Any:
+        own = tmp_path_factory.getbasetemp()
+        kept = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / f"{name}.json"
+        with FileLock(f"{kept}.lock"):
+            if not kept.exists():
+                kept.write_text(json.dumps(make(kept.with_name(name))))
+        return json.loads(kept.read_text())
+
+    return call
 
 
 @pytest.fixture

@@ -1,14 +1,9 @@
 """INT8 on a real GPU, in ComfyUI's ordinary and in its dynamic VRAM mode, with and without a LoRA."""
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or "COMFYUI_PATH" not in os.environ, reason="needs a GPU and COMFYUI_PATH"
@@ -18,18 +13,9 @@ INT8_LAYERS, STEPS, GLYPHS = 21, 12, 72  # two of them protected, with 16-bit ac
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """What the script prints, which takes a minute: by one of the processes that share these tests."""
-    own = tmp_path_factory.getbasetemp()
-    kept = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "memory_modes.json"
-    with FileLock(f"{kept}.lock"):
-        if not kept.exists():
-            script = Path(__file__).with_name("memory_modes.py")
-            command = [sys.executable, str(script), os.environ["COMFYUI_PATH"]]
-            finished = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert finished.returncode == 0, finished.stderr[-4000:]
-            kept.write_text(finished.stdout.splitlines()[-1])
-    return json.loads(kept.read_text())
+def reports(once, run_script):
+    """What the script prints, which takes a minute."""
+    return once("memory_modes", lambda _: run_script("memory_modes.py"))
 
 
 @pytest.fixture(params=("ordinary", "dynamic"))

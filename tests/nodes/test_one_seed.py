@@ -1,15 +1,10 @@
 """One seed gives one picture on a GPU: from the first call on, while kernels compile and tiles are tried, with empty
 and with full caches, in another process, and in both of ComfyUI's memory modes."""
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or "COMFYUI_PATH" not in os.environ, reason="needs a GPU and COMFYUI_PATH"
@@ -19,32 +14,21 @@ CACHES = ("empty", "full", "of tiles only")
 MODES = ("ordinary", "dynamic")
 # ComfyUI itself gives a LoRA another form in dynamic VRAM: it adds it to each weight that it streams.
 OF_ONE_MODE = ("LoRA",)
-_HANG = 1200  # seconds
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """What the script prints in processes that follow each other, by what the caches held: by one of the processes that
-    share these tests."""
-    own = tmp_path_factory.getbasetemp()
-    kept = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "one_seed.json"
-    with FileLock(f"{kept}.lock"):
-        if not kept.exists():
-            found, folder = {}, kept.with_name("one_seed_caches")
-            for caches in CACHES:
-                kernels = folder / ("other kernels" if caches == "of tiles only" else "kernels")
-                found[caches] = _run({"TRITON_CACHE_DIR": kernels, "INT8_DIT_TUNING_CACHE": folder / "tiles"})
-            kept.write_text(json.dumps(found))
-    return json.loads(kept.read_text())
+def reports(once, run_script):
+    """What the script prints in processes that follow each other, by what the caches held."""
 
+    def run(folder):
+        found = {}
+        for caches in CACHES:
+            kernels = folder / ("other kernels" if caches == "of tiles only" else "kernels")
+            held = {"TRITON_CACHE_DIR": str(kernels), "INT8_DIT_TUNING_CACHE": str(folder / "tiles")}
+            found[caches] = run_script("one_seed.py", INT8_DIT_TUNING="", **held)
+        return found
 
-def _run(caches):
-    script = Path(__file__).with_name("one_seed.py")
-    command = [sys.executable, str(script), os.environ["COMFYUI_PATH"]]
-    environment = {**os.environ, **{name: str(path) for name, path in caches.items()}, "INT8_DIT_TUNING": ""}
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_HANG, env=environment)
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return json.loads(finished.stdout.splitlines()[-1])
+    return once("one_seed", run)
 
 
 @pytest.mark.parametrize("caches", CACHES)

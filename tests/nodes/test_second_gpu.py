@@ -3,11 +3,7 @@
 What is decided is tested with cards that only say that they are there; what is computed needs two GPUs.
 """
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import comfy.model_management
 import comfy.multigpu
@@ -123,19 +119,14 @@ def test_the_benchmark_runs_on_the_device_of_its_model(dit, monkeypatch):
     class Measured(Exception):
         pass
 
-    def no_forward(*_):
-        raise run.NoForward
-
     def benchmark_shape(shape, tokens, device, *args, **kwargs):
         raise Measured(device, torch.cuda.current_device())
 
-    current = [torch.device("cuda", 0)]
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1].index)
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda place: current.append(torch.device("cuda", getattr(place, "index", place)))
-    )
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda place: current.append(getattr(place, "index", place)))
     monkeypatch.setattr(run, "make_room", lambda device, needed: None)
-    monkeypatch.setattr(run, "measure_forward", no_forward)
+    monkeypatch.setattr(run, "measure_forward", lambda *_: None)
     monkeypatch.setattr(run, "examine", lambda *args: None)
     monkeypatch.setattr(run, "benchmark_shape", benchmark_shape)
     model = dit.stock()
@@ -160,14 +151,10 @@ CONTROL = "ComfyUI's own, split"
 
 
 @pytest.fixture(scope="module")
-def reports():
+def reports(run_script):
     if torch.cuda.device_count() < 2 or "COMFYUI_PATH" not in os.environ:
         pytest.skip("needs two GPUs and COMFYUI_PATH")
-    script = Path(__file__).with_name("second_gpu.py")
-    command = [sys.executable, str(script), os.environ["COMFYUI_PATH"]]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return json.loads(finished.stdout.splitlines()[-1])
+    return run_script("second_gpu.py")
 
 
 @pytest.fixture(params=("ordinary", "dynamic"))

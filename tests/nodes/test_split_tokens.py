@@ -7,26 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
-
-from int8_dit.nodes.loading.load import load_int8_model
-from int8_dit.nodes.saving.save import save_int8_model
 
 SCRIPT = Path(__file__).with_name("split_tokens.py")
 
 
 @pytest.fixture
-def file(small, tmp_path):
-    path, saved = tmp_path / "wan.safetensors", tmp_path / "int8.safetensors"
-    save_file(small.wan().model.diffusion_model.state_dict(), path)
-    save_int8_model(load_int8_model(str(path), "fused int8"), str(saved), {})
-    return saved
+def file(dit, small, tmp_path):
+    path = dit.write(tmp_path / "wan.safetensors", small.wan().model.diffusion_model.state_dict())
+    return dit.save(dit.load(path), tmp_path / "int8.safetensors")
 
 
 @pytest.mark.slow  # two processes load ComfyUI
 def test_two_processes_compute_what_one_does(file, tmp_path):
     """Each token is quantized by itself, so that sharing them changes no INT8 number."""
-    command = [sys.executable, str(SCRIPT), os.environ["COMFYUI_PATH"], str(file)]
+    command = [sys.executable, str(SCRIPT), os.environ["COMFYUI_PATH"], file]
     processes = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "meeting")], stdout=subprocess.PIPE, text=True)
         for rank in range(2)

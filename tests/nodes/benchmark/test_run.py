@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from int8_dit.kernels import Choice
+from int8_dit.kernels.benchmark import FUSED_CODES, FUSED_GGUF, Calls, ForwardSplit, LinearShape, ShapeResult
 from int8_dit.kernels.benchmark import attention_rows as attention
 from int8_dit.kernels.benchmark.health import Health
 from int8_dit.kernels.benchmark.methods import TICKS
@@ -113,8 +114,6 @@ def healthy(**changes):
 
 def decided(run, health=None, decision="by this run", ticked=("native_int8",), **milliseconds):
     """What is said of a run with these times of the ways of one linear."""
-    from int8_dit.kernels.benchmark.shape_results import LinearShape, ShapeResult
-
     names = {"fused": "fused int8", "native": "ComfyUI's INT8", "bf16": "bf16"}
     milliseconds = milliseconds or {"fused": 1.0, "native": 2.0, "bf16": 3.0}
     rounds = {names[way]: [time] * 3 for way, time in milliseconds.items()}
@@ -144,8 +143,6 @@ def test_what_does_not_count_is_not_stored(choices, changes, says):
 
 
 def test_where_kitchens_gemm_runs_is_said(monkeypatch):
-    from int8_dit.kernels.benchmark import LinearShape, ShapeResult
-
     monkeypatch.setattr(run, "runs_kitchen", lambda m, n, k, device: device == CARD and (m, n) == (4096, 512))
     results = [ShapeResult(shape=LinearShape("", n, 256), m=m) for m, n in ((4096, 256), (4096, 512), (77, 512))]
     (said,) = run._kitchen_remark(CARD, results)
@@ -170,13 +167,12 @@ def on_a_card(dit, monkeypatch):
     return model
 
 
-def ways(model, remarks):
-    from int8_dit.kernels.benchmark import FUSED_CODES, FUSED_GGUF, Calls, ForwardSplit, LinearShape, ShapeResult
+TIMES = {"bf16": 2.0, "fused int8": 1.0, FUSED_CODES: 1.1, FUSED_GGUF: 1.2}
 
+
+def ways(model, remarks, times=TIMES):
     shape = LinearShape("qkv", 64, 32, 8)
-    rounds = {
-        name: [time] * 3 for name, time in {"bf16": 2.0, "fused int8": 1.0, FUSED_CODES: 1.1, FUSED_GGUF: 1.2}.items()
-    }
+    rounds = {name: [time] * 3 for name, time in times.items()}
     split = ForwardSplit(30.0, 30.0, {shape: Calls(10, 20.0)}, 5.0, working_bytes=77)
     return run.ways_to_load(model, split, [ShapeResult(shape, 8, rounds=rounds)], remarks)
 
@@ -209,11 +205,8 @@ def test_on_a_card_without_room_everything_streams(on_a_card, monkeypatch):
 
 
 def test_nothing_is_said_of_what_was_not_timed(on_a_card):
-    from int8_dit.kernels.benchmark import Calls, ForwardSplit, LinearShape, ShapeResult
-
-    shape, remarks = LinearShape("qkv", 64, 32, 8), []
-    split = ForwardSplit(30.0, 30.0, {shape: Calls(10, 20.0)}, 5.0)
-    assert run.ways_to_load(on_a_card, split, [ShapeResult(shape, 8, rounds={"bf16": [1.0]})], remarks) == remarks == []
+    remarks = []
+    assert ways(on_a_card, remarks, {"bf16": 1.0}) == remarks == []
 
 
 def test_without_pinned_memory_nothing_is_predicted(on_a_card, monkeypatch):
