@@ -73,14 +73,6 @@ def test_the_line_of_an_uncalibrated_quantization(report_of):
     assert report_of({"b.0.x": (None, None)}).summary == "0 of 211 linears protected."
 
 
-def test_the_recipe(report_of):
-    recipe = report_of(ERRORS, ("layers.0.w2",)).recipe()
-    assert (recipe["method"], recipe["linears"], recipe["quantized"]) == ("smooth", 211, 4)
-    assert (recipe["protected"], recipe["error_of"], recipe["calibration"]) == (["layers.0.w2"], "weight", None)
-    assert recipe["layers"]["layers.1.w1"] == {"transform": "smooth 0.5", "fragility": 0.012, "error": 0.01}
-    assert recipe["layers"]["proj"]["error"] is None
-
-
 def test_the_chart_has_a_panel_per_kind_of_layer_and_block(report_of):
     """Kinds of the same blocks side by side, in the order of the model."""
     names = ("double.0.qkv", "single.0.qkv", "proj", "double.0.mlp", "double.1.qkv", "single.3.qkv")
