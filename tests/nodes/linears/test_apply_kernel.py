@@ -38,25 +38,10 @@ def test_bypassed_it_leaves_nothing_behind(dit, native):
     assert "Fused" not in type(dit.module(model, dit.LAYER)).__name__
 
 
-def test_a_widget_that_changes_between_two_runs(dit, native):
-    """ComfyUI keeps the MODEL of the loader, and the node is asked again while what it made is still loaded."""
-    model = dit.stock(native)
-    expected = dit.output(dit.apply(model))
-    assert torch.equal(dit.output(dit.apply(model)), expected)
-    dit.forward(dit.apply(model, kernel="auto"))
-    assert torch.equal(dit.output(dit.apply(model)), expected)
-
-
-def test_a_second_node_decides(dit, native):
-    once = dit.apply(dit.stock(native))
-    expected = dit.output(once)
-    assert torch.equal(dit.output(dit.apply(dit.apply(dit.stock(native), kernel="auto"))), expected)
-    assert torch.equal(dit.output(dit.apply(once, kernel="auto")), dit.output(dit.stock(native)))
-
-
-def test_a_saved_model_is_the_stock_one(dit, native, tmp_path):
+@pytest.mark.parametrize("make", (lambda dit, path: dit.apply(dit.stock(path)), lambda dit, path: dit.load(path)))
+def test_a_saved_model_is_the_stock_one(dit, native, tmp_path, make):
     """ComfyUI's own save node sees the same weights."""
-    comfy.sd.save_checkpoint(str(tmp_path / "saved.safetensors"), dit.apply(dit.stock(native)), metadata={})
+    comfy.sd.save_checkpoint(str(tmp_path / "saved.safetensors"), make(dit, native), metadata={})
     saved = load_file(tmp_path / "saved.safetensors")
     for key, tensor in load_file(native).items():
         assert torch.equal(saved[f"model.diffusion_model.{key}"].to(tensor.dtype), tensor), key

@@ -3,8 +3,6 @@
 import comfy.hooks
 import comfy.lora
 import comfy.sd
-import comfy_extras.nodes_lora_extract as extract
-import comfy_extras.nodes_model_merging as merging
 import pytest
 import torch
 
@@ -123,65 +121,6 @@ def test_loras(encoder, apply, multiplied, first):
     patched = apply(with_lora(encoder, clip)) if first else with_lora(encoder, apply(clip))
     assert relative_error(conditioning(encoder, patched), expected) < ROUNDING
     assert multiplied
-
-
-def merged(*clips):
-    return merging.CLIPMergeSimple().merge(*clips, 0.3)[0]
-
-
-def test_merging(encoder, apply):
-    """As the first like ComfyUI's own INT8, which cannot be the second."""
-    floats, clip = encoder.clip("bf16"), encoder.clip("native")
-    changed = with_lora(encoder, floats)
-    expected = conditioning(encoder, merged(clip, changed))
-    assert relative_error(conditioning(encoder, merged(apply(clip), changed)), expected) < 2 * ROUNDING
-    expected = conditioning(encoder, merged(changed, floats))
-    assert relative_error(conditioning(encoder, changed), expected) > 0.5
-    assert relative_error(conditioning(encoder, merged(changed, apply(clip))), expected) < 0.2  # INT8 alone: 0.13
-
-
-def test_an_extracted_lora(encoder, apply):
-    def extracted(clip):
-        difference = merging.CLIPSubtract().merge(clip, with_lora(encoder, floats), 1.0)[0]
-        return extract.calc_lora_model(difference.patcher, 4, "", "text_encoders.", {}, extract.LORAType.FULL_DIFF)
-
-    floats = encoder.clip("bf16")
-    found, expected = extracted(apply(encoder.clip("native"))), extracted(floats)
-    assert found.keys() == expected.keys()
-    for key in (key for key in expected if any(f".{layer}." in key for layer in encoder.layers)):
-        assert relative_error(found[key].float(), expected[key].float()) < 0.2
-
-
-def test_it_is_saved_as_comfyui_saves_it(encoder, apply):
-    clip = encoder.clip("native")
-    for saved in ("get_sd", "state_dict_for_saving"):
-        expected = {key: tensor.to("cpu") for key, tensor in getattr(clip, saved)().items()}
-        assert any(key.endswith("weight_scale") for key in expected)
-        found = {key: tensor.to("cpu") for key, tensor in getattr(apply(clip), saved)().items()}
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
-
-
-def test_a_hook(encoder, apply):
-    """It comes, stays for each text, and goes."""
-    clip = encoder.clip("native")
-    expected = conditioning(encoder, with_lora(encoder, clip))
-    loaded = with_lora(encoder, clip).patcher.patches
-    applied = apply(clip)
-    plain, stock = conditioning(encoder, applied), conditioning(encoder, clip)
-    hook = comfy.hooks.WeightHook(strength_clip=1.0)
-    group = comfy.hooks.HookGroup()
-    group.add(hook)
-    hooked = applied.clone()
-    hooked.patcher.add_hook_patches(hook, {key: patches[0][1] for key, patches in loaded.items()}, 1.0)
-    hook.custom_should_register = lambda *_, **__: False
-    hooked.patcher.forced_hooks = group
-    hooked.apply_hooks_to_conds = group
-    first = conditioning(encoder, hooked)
-    assert relative_error(first, expected) < ROUNDING
-    assert torch.equal(conditioning(encoder, hooked), first)
-    assert torch.equal(conditioning(encoder, applied), plain)
-    assert torch.equal(conditioning(encoder, clip), stock)
 
 
 def test_a_text_that_an_encoder_writes(encoders, apply, multiplied):
