@@ -415,11 +415,6 @@ def test_which_calls_are_of_the_first_steps():
     assert not schedule.begins_with({"sigmas": falling}) and not schedule.begins_with({})
 
 
-def test_old_workflows_have_comfyuis_attention(dit, load):
-    assert OVERRIDE not in load().model_options["transformer_options"]
-    assert dit.described(load("conditional", "none")) == "as ComfyUI"
-
-
 def test_the_latest_int8_attention_counts_and_no_other_choice_undoes_it(dit, load, install):
     kernels = {kind: StandIn(kind) for kind in (INT8, KITCHEN)}
     for kind, kernel in kernels.items():

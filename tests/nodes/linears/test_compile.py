@@ -1,7 +1,5 @@
 """torch.compile of ComfyUI's blocks and models with INT8 linears: one graph, the same result, no recompilation."""
 
-import comfy.lora
-import comfy.model_management
 import pytest
 import torch
 from comfy.model_patcher import LowVramPatch
@@ -11,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from int8_dit.kernels import LowRank
 from int8_dit.nodes.files.holding import is_stored
 from int8_dit.nodes.linears.plain_loras import StoredLoRA
-from support import ideogram_block, small_models
+from support import ideogram_block
 from support.architectures import ARCHITECTURES
 from support.covering import covering
 from support.inductor_kernels import quantizers_of
@@ -124,30 +122,3 @@ def test_patches_of_streamed_weights_are_in_the_one_graph(ideogram, kind, stored
         for layer in layers:
             layer.weight_function = []
         torch.testing.assert_close(compiled(*ideogram.inputs()), plain)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("streamed", (False, True))
-def test_a_model_with_a_lora_is_one_graph(compilable, streamed):
-    """A whole one, as ComfyUI loads it onto a card with room for its weights or without."""
-    architecture = ARCHITECTURES["Ideogram 4"]
-    model = small_models.int8_of(architecture).clone()
-    layer = "diffusion_model.layers.1.attention.qkv"
-    generator = torch.Generator().manual_seed(0)
-    ends = {"up": torch.randn(384, 4, generator=generator), "down": torch.randn(4, 128, generator=generator) / 4}
-    factors = {f"{layer}.lora_{end}.weight": tensor for end, tensor in ends.items()}
-    comfy.model_management.load_models_gpu([model])
-    plain = small_models.output_of(architecture, model)
-    keys = comfy.lora.model_lora_keys_unet(model.model, {})
-    assert model.add_patches(comfy.lora.load_lora(factors, keys), 1.0)
-    model.detach()
-    model.patch_model(device_to=model.load_device, lowvram_model_memory=int(streamed))
-    diffusion_model = model.model.diffusion_model
-    assert bool(diffusion_model.layers[1].attention.qkv.weight_function) == streamed
-    expected = small_models.output_of(architecture, model)
-    assert not torch.allclose(expected, plain, rtol=1e-2, atol=1e-2)
-    counter = CompileCounterWithBackend("aot_eager")
-    diffusion_model.compile(backend=counter, fullgraph=True)
-    for _ in range(2):
-        torch.testing.assert_close(small_models.output_of(architecture, model), expected)
-    assert counter.frame_count == 1

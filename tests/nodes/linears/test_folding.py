@@ -45,25 +45,18 @@ def smoothed(small, dit):
     return make
 
 
-def assert_same_but_for_rounding(folded, unfolded, run):
-    """Two diffusion models compute the same in real arithmetic, and INT8 loses as much in one as in the other.
+def assert_same_models(folded, unfolded, output):
+    """Two MODELs compute the same in real arithmetic, and INT8 loses as much in one as in the other.
 
-    `run` gives the output of one. Leaves them without INT8.
+    `output` gives the output of one. Leaves them without INT8.
     """
     with torch.no_grad():
-        folded_int8, unfolded_int8 = run(folded), run(unfolded)
-        use_float_weights(folded)
-        use_float_weights(unfolded)
-        folded_exact, exact = run(folded), run(unfolded)
+        folded_int8, unfolded_int8 = output(folded), output(unfolded)
+        for model in (folded, unfolded):
+            use_float_weights(model.model.diffusion_model)
+        folded_exact, exact = output(folded), output(unfolded)
     assert relative_error(folded_exact, exact) < FLOAT_ROUNDING
     assert relative_error(folded_int8, exact) < INT8_ALIKE * relative_error(unfolded_int8, exact)
-
-
-def assert_same_models(folded, unfolded, output):
-    """`assert_same_but_for_rounding` of two MODELs; `output` gives the output of one."""
-    models = {id(model.model.diffusion_model): model for model in (folded, unfolded)}
-    run = lambda diffusion_model: output(models[id(diffusion_model)])  # noqa: E731
-    assert_same_but_for_rounding(folded.model.diffusion_model, unfolded.model.diffusion_model, run)
 
 
 @pytest.fixture

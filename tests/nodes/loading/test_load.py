@@ -18,25 +18,6 @@ from int8_dit.nodes.linears.int8_weight import int8_weight
 from support.file_formats import config_in, fp8_scaled, in_metadata
 from support.tensors import DEVICE
 
-NATIVE = {
-    "scalar scale": {"per_channel": False},
-    "per-channel scale": {"per_channel": True},
-    "ConvRot": {"per_channel": True, "rotation_group": 64},
-}
-
-
-@pytest.mark.parametrize("options", NATIVE.values(), ids=NATIVE)
-def test_linears_of_native_files_against_stock_comfyui(dit, tmp_path, options):
-    path = dit.write(tmp_path / "native.safetensors", dit.native_int8(**options))
-    model, stock = dit.load(path), dit.stock(path)
-    assert set(dit.int8_weights(model)) == set(dit.LINEARS)
-    for layer in dit.LINEARS:
-        ours, theirs = dit.module(model, layer), dit.module(stock, layer)
-        x = dit.rows(ours, 16)
-        # One rule, but rotated values come out of another float32 order: a few of them, on a rounding boundary, land
-        # one int8 step aside. INT8's own noise is 7e-3, and a rotation missed on one side is over 1.
-        assert dit.relative_error(ours(x), theirs(x)) < 1e-3, layer
-
 
 @pytest.fixture
 def native(dit):

@@ -33,7 +33,7 @@ from int8_dit.nodes.saving.save import save_gguf_model
 from support import damaged_models as models
 from support import gguf_files, gguf_mutants
 from support import glyph_dit as dit
-from support.file_formats import GROUPED, config_in, encoded, fp8_scaled, in_codes, in_metadata, unrotated
+from support.file_formats import FORMATS, GROUPED, config_in, encoded, fp8_scaled, in_metadata
 from support.limits import no_hang, peak_memory
 from support.tensors import relative_error
 
@@ -84,13 +84,6 @@ def packed(layout, **config):
     return weights | weight.state_dict(f"{LAYER}.weight") | {f"{LAYER}.comfy_quant": encoded(config)}
 
 
-def grouped(bits):
-    weights, parts = dit.tensors(), in_codes(unrotated(dit.tensors()[f"{LAYER}.weight"].float(), 4), bits)
-    config = {"format": GROUPED[bits], "group_size": 16, "convrot_groupsize": 4}
-    codes = {f"{LAYER}.weight{part}": tensor for part, tensor in parts.items()}
-    return weights | codes | {f"{LAYER}.comfy_quant": encoded(config)}
-
-
 WHOLE = {
     "plain": dit.tensors,
     "native": dit.native_int8,
@@ -103,8 +96,8 @@ WHOLE = {
     "nvfp4": lambda: packed("NVFP4", format="nvfp4"),
     "mxfp8": lambda: packed("MXFP8", format="mxfp8"),
     "w4a4": lambda: packed("ConvRotW4A4", format="convrot_w4a4", convrot_groupsize=64),
-    "w4a8": lambda: grouped(4),
-    "w6a8": lambda: grouped(6),
+    "w4a8": lambda: FORMATS["W4A8"](dit.tensors(), [LAYER]).tensors,
+    "w6a8": lambda: FORMATS["W6A8"](dit.tensors(), [LAYER]).tensors,
 }
 
 
