@@ -2,6 +2,7 @@
 TeaCache wrap a MODEL. They skip what they skip of ComfyUI's own MODEL, and nothing is learned of a skipped step.
 """
 
+from functools import partial
 from unittest.mock import patch
 
 import comfy.sample
@@ -19,7 +20,7 @@ STEPS = 16
 THRESHOLDS = {"Flux": 0.5, "Qwen-Image": 0.7, "Wan t2v": 0.5, "Ideogram 4": 0.2}
 
 
-def easycache(model, threshold=THRESHOLDS["Flux"]):
+def easycache(model, threshold):
     return EasyCacheNode.execute(model, threshold, 0.15, 0.95, False).result[0]
 
 
@@ -36,19 +37,6 @@ class EverySecond:
     def computes(self):
         self.calls += 1
         return self.calls % 2 == 1
-
-
-def function_wrapper(model):
-    """`set_model_unet_function_wrapper`: around all calls of a step."""
-    every, wrapped = EverySecond(), model.clone()
-
-    def wrapper(apply_model, arguments):
-        if every.computes():
-            every.kept = apply_model(arguments["input"], arguments["timestep"], **arguments["c"])
-        return every.kept
-
-    wrapped.set_model_unet_function_wrapper(wrapper)
-    return wrapped
 
 
 def diffusion_model_wrapper(model):
@@ -84,10 +72,10 @@ def other_forward(model):
 
 
 CACHES = {
-    "LazyCache": lazycache,
-    "a wrapper of the function": function_wrapper,
-    "a wrapper of the diffusion model": diffusion_model_wrapper,
-    "another forward": other_forward,
+    **{f"EasyCache, {name}": (name, partial(easycache, threshold=least)) for name, least in THRESHOLDS.items()},
+    "LazyCache": ("Flux", lazycache),
+    "a wrapper of the diffusion model": ("Flux", diffusion_model_wrapper),
+    "another forward": ("Flux", other_forward),
 }
 
 
@@ -112,7 +100,8 @@ def sampled(architecture, model):
     return output, ran
 
 
-def assert_same_steps(dit, small, name, cache, warned):
+@pytest.mark.parametrize("name, cache", CACHES.values(), ids=CACHES)
+def test_the_same_steps_are_skipped(dit, small, name, cache, warned):
     architecture = ARCHITECTURES[name]
     with small.known_to_comfyui(architecture):
         stock, model = small.stock_of(architecture), small.int8_of(architecture)
@@ -125,16 +114,6 @@ def assert_same_steps(dit, small, name, cache, warned):
         int8_alone = dit.relative_error(uncached, sampled(architecture, stock)[0])
     assert dit.relative_error(output, expected) < 4 * int8_alone < dit.relative_error(output, uncached)
     assert not warned
-
-
-@pytest.mark.parametrize("name", THRESHOLDS)
-def test_easycache_skips_the_same_steps(dit, small, name, warned):
-    assert_same_steps(dit, small, name, lambda model: easycache(model, THRESHOLDS[name]), warned)
-
-
-@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
-def test_so_do_other_caches(dit, small, cache, warned):
-    assert_same_steps(dit, small, "Flux", cache, warned)
 
 
 def test_a_call_that_was_skipped_shows_nothing_and_is_made_once(dit):

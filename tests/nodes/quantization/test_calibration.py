@@ -82,19 +82,13 @@ def calibration_of(dit, model, inputs):
 
 @pytest.mark.parametrize("guided", (False, True), ids=("no negative", "CFG"))
 def test_the_nodes_own_run_is_the_users_sampling(dit, model, guided):
+    """Of two prompts, one after the other."""
     inputs = dit.calibration(model)
     guidance = {"negative": prompts_of(dit.calibration(model, text="XXXX"))[0], "cfg": 3.0} if guided else {}
+    inputs["positive"]["positive_1"] = prompts_of(dit.calibration(model, text="DIT3"))[0]
     recorded = record(dit, model, lambda: sample_as_the_user_would(model, inputs, **guidance))
-    assert_statistics(calibration_of(dit, model, inputs | guidance), recorded)
-
-
-def test_several_prompts_are_sampled_one_after_the_other(dit, model):
-    inputs = dit.calibration(model)
-    other = prompts_of(dit.calibration(model, text="DIT3"))[0]
-    inputs["positive"] = {"positive_0": prompts_of(inputs)[0], "positive_1": other}
-    recorded = record(dit, model, lambda: sample_as_the_user_would(model, inputs))
     assert all(len(calls) == 4 for calls in recorded.values())  # two steps each
-    assert_statistics(calibration_of(dit, model, inputs), recorded)
+    assert_statistics(calibration_of(dit, model, inputs | guidance), recorded)
 
 
 def test_without_a_prompt_the_model_runs_unconditionally(dit, small, ideogram):
@@ -177,19 +171,6 @@ def test_a_sampler_that_expands_counts_as_itself(dit, model):
         assert recording.calibration({node}).statistics
     with pytest.raises(ValueError, match="no sampling was recorded"):
         recording.calibration({"7.0.0.1", "70"})
-
-
-def test_many_samplings_take_no_more_memory_than_one(dit, model):
-    def kept(samplings):
-        recording = recorder.Recording()
-        armed = recorder.armed(model, recording)
-        for seed in range(samplings):
-            dit.sample(armed, steps=8, seed=seed)
-        held = [part for c in recording._records.values() for s in c.statistics.values() for part in s.sample.parts]
-        assert recording.calibration().statistics[dit.LAYER].calls == 8 * samplings
-        return sum(part.untyped_storage().nbytes() for part in held)
-
-    assert kept(12) == kept(2)
 
 
 def test_the_largest_seed(dit, model):

@@ -216,12 +216,13 @@ def test_values_that_half_precision_does_not_hold_stay_float32(dit, save, tmp_pa
         assert torch.equal(values, changed[name])
 
 
+@pytest.mark.parametrize("type", ("Q8_0", "Q8_CR"))
 @pytest.mark.parametrize("name", ("x_embedder.proj.weight", "joint_blocks.0.x_block.mlp.fc2.weight"))
-def test_a_nan_is_refused(dit, save, tmp_path, name):
+def test_a_nan_is_refused(dit, save, tmp_path, name, type):
     model = dit.stock()
     model.model.diffusion_model.get_parameter(name).data.view(-1)[7] = float("nan")
     with pytest.raises(ValueError, match=rf"{name} cannot be saved as GGUF: (it|weight) has a NaN or Inf"):
-        save(model)
+        save(model, type)
     assert not files(tmp_path)
 
 

@@ -2,7 +2,6 @@
 
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import comfy.model_management
 import comfy.sd
@@ -27,6 +26,7 @@ from int8_dit.nodes.linears.file_notes import gguf_formats_of
 from int8_dit.nodes.loading import summary
 from support import adapters, small_models
 from support import gguf_files as files
+from support.architectures import ARCHITECTURES
 
 
 @pytest.fixture
@@ -87,34 +87,19 @@ def test_other_floats_and_shapes(dit, write):
     assert dit.relative_error(dit.output(dit.load(path)), dit.output(dit.load())) < 1e-2
 
 
-class OfTokens:
-    """What ComfyUI knows of a model with parameters of its own, such as Z-Image's pad tokens and Wan's modulations."""
-
-    def __init__(self, unet_config):
-        self.unet_config, self.fails = unet_config, unet_config.get("fails")
-
-    def set_inference_dtype(self, dtype, manual_cast):
-        pass
-
-    def get_model(self, state_dict, prefix, device):
-        if self.fails:
-            raise TypeError
-        shapes = {"pad": (1, 4), "modulation": (1, 6, 4), "table": (6, 1, 4), "other": (4, 6)}
-        made = {name: torch.nn.Parameter(torch.empty(shape, device=device)) for name, shape in shapes.items()}
-        return SimpleNamespace(diffusion_model=torch.nn.ParameterDict(made))
-
-
-def test_axes_that_gguf_does_not_have():
-    """stable-diffusion.cpp and others do not say what they were."""
-    given = {name: torch.randn(shape) for name, shape in (("pad", (4,)), ("modulation", (6, 4)), ("table", (6, 4)))}
-    given |= {"other": torch.randn(6, 4), "pad.weight": torch.randn(4), "unknown": torch.randn(4)}
-    architecture = OfTokens({})
-    found = with_lost_axes(given, architecture)
-    shapes = {"pad": (1, 4), "modulation": (1, 6, 4), "table": (6, 1, 4)}
-    assert {name: tuple(tensor.shape) for name, tensor in found.items() if found[name] is not given[name]} == shapes
-    assert found.keys() == given.keys() and torch.equal(found["pad"][0], given["pad"])
-    architecture.unet_config = {"fails": True}
-    assert with_lost_axes(given, architecture) == given
+def test_axes_that_gguf_does_not_have(monkeypatch):
+    """stable-diffusion.cpp and others do not say what they were: Wan's modulations have one."""
+    architecture, other = ARCHITECTURES["Wan t2v"], "head.modulation"
+    whole = small_models.tensors_of(architecture)
+    config = small_models.stock_of(architecture, whole).model.model_config
+    given = {name: tensor[0] if name.endswith("modulation") else tensor for name, tensor in whole.items()}
+    given |= {other: given[other].t(), "unknown": torch.randn(4)}
+    found = with_lost_axes(given, config)
+    changed = {name: tensor for name, tensor in found.items() if tensor is not given[name]}
+    assert found.keys() == given.keys() and changed.keys() == {f"blocks.{block}.modulation" for block in range(2)}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in changed.items())
+    monkeypatch.setattr(type(config), "get_model", None)
+    assert with_lost_axes(given, config) == given
 
 
 def test_a_prefix_of_a_whole_checkpoint(dit, write):
