@@ -1,4 +1,4 @@
-"""A LoRA on a MODEL with smoothed INT8 weights: right in every mode, still INT8, and gone without a trace."""
+"""A LoRA on a MODEL with INT8 or stored weights: right in every mode, still INT8, and gone without a trace."""
 
 import pytest
 import torch
@@ -24,6 +24,10 @@ MODELS = {
     "rotated": lambda dit, path: dit.load(dit.write(path, dit.native_int8(rotation_group=64))),
     "in the bf16 fallback": lambda dit, path: dit.quantize(dit.stock(), kernel="auto"),  # dequantized as it is used
     "ComfyUI's INT8 on the kernel": lambda dit, path: dit.apply(dit.stock(dit.write(path, dit.native_int8()))),
+    **{
+        f"{kind} as stored": lambda dit, path, kind=kind: dit.load(dit.write_as(path.parent, kind), memory="as stored")
+        for kind in ("Q8_0", "W6A8")
+    },
 }
 
 
@@ -34,6 +38,7 @@ def held(dit, model):
     return {name: (w._layout_cls, *(getattr(w._params, part, None) for part in parts)) for name, w in weights.items()}
 
 
+@pytest.mark.usefixtures("all_may_stay_stored")
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_loaded_and_partially_loaded(dit, lora, expected, tmp_path, make):
     model = make(dit, tmp_path / "model.safetensors")
@@ -41,6 +46,8 @@ def test_loaded_and_partially_loaded(dit, lora, expected, tmp_path, make):
     patched = dit.with_lora(model, lora)
     assert dit.relative_error(dit.output(patched), expected) < NOISE
     assert held(dit, patched) == before
+    patched.partially_unload(patched.offload_device, 1 << 30)
+    assert dit.relative_error(dit.forward(patched), expected) < NOISE
     patched.detach()
     dit.stream(patched)
     assert dit.module(patched, dit.LAYER).weight_function  # ComfyUI's LowVramPatch
@@ -128,13 +135,3 @@ def test_computing_on_after_being_unloaded(dit, smoothed, lora, expected):
     patched.prepare_state(torch.ones(1), {})
     assert dit.module(patched, dit.LAYER).weight_function  # ComfyUI's LowVramPatch
     assert dit.relative_error(dit.forward(patched), expected) < NOISE
-
-
-def test_a_weight_function_is_applied_to_the_original_weight(dit, smoothed):
-    """Other patchers attach such functions too; doubling the weight doubles the product, whatever its basis."""
-    layer = dit.module(smoothed, dit.LAYER)
-    x = dit.rows(layer, 8)
-    product = layer(x) - layer.bias
-    layer.weight_function = [lambda weight: weight * 2]
-    # The doubled weight is rounded once more, in the same steps.
-    assert dit.relative_error(layer(x) - layer.bias, 2 * product) < 1e-2

@@ -54,10 +54,6 @@ def pieces(weight):
     return {"": weight._qdata} if "GGUF" in weight._layout_cls else weight.state_dict("")
 
 
-def copied(dit, model):
-    return {(name, key): t.clone() for name, weight in dit.stored(model).items() for key, t in pieces(weight).items()}
-
-
 @pytest.mark.parametrize("form", (*FORMS, *DECODED))
 def test_it_computes_what_its_file_stands_for(dit, file, load, form):
     """In floats nearly; resident, streamed and made INT8 while loading the same, as the INT8 weights are the same."""
@@ -111,38 +107,6 @@ def test_with_the_kernel_bf16_it_computes_in_floats(dit, file, load, form, memor
     assert form != "W4A8" or "instead of the file's INT8" in str(dit.summarize(model))
 
 
-@pytest.fixture
-def expected(dit, file, lora):
-    """What the floats of a form with the LoRA compute."""
-
-    def compute(form):
-        output = dit.output(dit.with_lora(file(form).floats(), lora))
-        assert dit.relative_error(output, file(form).output) > 0.5
-        return output
-
-    return compute
-
-
-@pytest.mark.parametrize("form", ("Q8_0", *GROUPED))
-def test_a_lora_acts_beside_the_weights(dit, load, lora, expected, form):
-    model, with_it = load(form), expected(form)
-    before, plain = copied(dit, model), dit.output(model)
-    patched = dit.with_lora(model, lora)
-    assert dit.relative_error(dit.output(patched), with_it) < 0.1
-    assert all(torch.equal(tensor, before[key]) for key, tensor in copied(dit, patched).items())
-    assert torch.equal(dit.output(model), plain)  # and is gone without a trace
-    assert dit.relative_error(dit.output(patched), with_it) < 0.1  # and comes back
-    patched.partially_unload(patched.offload_device, 1 << 30)
-    assert dit.relative_error(dit.forward(patched), with_it) < 0.1  # once
-
-
-@ONE_OF_EACH
-def test_streamed_with_a_lora(dit, load, lora, expected, form):
-    model = dit.with_lora(load(form), lora)
-    dit.stream(model)
-    assert dit.relative_error(dit.forward(model), expected(form)) < 0.1
-
-
 @pytest.mark.parametrize("form", ("Q4_0", "W4A8"))
 def test_loras_are_rounded_with_the_weight_once(dit, load, lora, form):
     """To INT8, in its basis, in each product, and not to the file's format; all of them, with their strengths."""
@@ -153,15 +117,6 @@ def test_loras_are_rounded_with_the_weight_once(dit, load, lora, form):
     with torch.inference_mode():
         error = dit.relative_error(layer(x), torch.nn.functional.linear(x, weight, layer.bias))
     assert error < 0.02
-
-
-@ONE_OF_EACH
-def test_another_node_is_given_a_patched_weight_in_floats(dit, load, lora, form):
-    """ComfyUI's Extract and Save Lora asks for it."""
-    model, key = dit.with_lora(load(form), lora), f"diffusion_model.{dit.LAYER}.weight"
-    weight = model.patch_weight_to_device(key, model.load_device, return_weight=True)
-    expected = dit.module(model, dit.LAYER).weight.dequantize() + dit.delta(lora, dit.LAYER)
-    assert weight.dtype == torch.float32 and dit.relative_error(weight, expected) < 1e-5
 
 
 @pytest.mark.parametrize("form, memory", (("Q8_0", "INT8"), ("Q8_0", "as stored"), ("W4A8", "as stored")))
@@ -185,14 +140,6 @@ def test_unloaded_nothing_of_a_lora_stays_on_the_device(dit, load, lora, room):
     assert layer.weight_function
     model.detach()
     assert not layer.weight_function
-
-
-@ONE_OF_EACH
-def test_another_kind_of_patch_becomes_part_of_the_product(dit, file, load, lora, form):
-    floats, model = file(form).floats(), load(form)
-    for each in (floats, model):
-        each.add_patches({f"diffusion_model.{layer}.weight": (dit.delta(lora, layer),) for layer in dit.LINEARS})
-    assert dit.relative_error(dit.output(model), dit.output(floats)) < 0.1
 
 
 @pytest.mark.parametrize(
