@@ -17,12 +17,6 @@ def test_a_rebuilt_model_does_not_lie_on_the_disk_of_the_other(of_today, dit):
     assert apply_fused_kernel(native, "fused int8").fast_disk
 
 
-def test_a_file_loads_where_weights_are_none_until_then(of_today, dit, tmp_path):
-    path = dit.write(tmp_path / "native.safetensors", dit.native_int8())
-    expected = dit.output(dit.load(path))
-    assert dit.relative_error(expected, dit.output(dit.stock())) < 0.1
-
-
 @pytest.fixture
 def lacking(of_today, monkeypatch):
     """What is said of ComfyUI's linears when the pack is loaded beside 0.43."""

@@ -30,16 +30,6 @@ BLOCKS = ["joint_blocks.0", "joint_blocks.1", "joint_blocks.2"]
 FRAGILE = BLOCKS[1]
 
 
-@pytest.fixture(scope="module")
-def fragile(dit):
-    """The tensors of a model with one block whose queries and keys are so large that rounding them decides."""
-    tensors = dit.tensors()
-    for stream in ("context", "x"):
-        for part in "qk":
-            tensors[f"{FRAGILE}.{stream}_block.attn.ln_{part}.weight"] *= 12
-    return tensors
-
-
 @pytest.fixture(scope="module", autouse=True)
 def each_call_is_compared(dit):
     """Samplings are short here."""
@@ -50,8 +40,13 @@ def each_call_is_compared(dit):
 
 
 @pytest.fixture(scope="module")
-def file(dit, fragile, tmp_path_factory):
-    return dit.write(tmp_path_factory.mktemp("fragile") / "fragile.safetensors", fragile)
+def file(dit, tmp_path_factory):
+    """Of a model with one block whose queries and keys are so large that rounding them decides."""
+    tensors = dit.tensors()
+    for stream in ("context", "x"):
+        for part in "qk":
+            tensors[f"{FRAGILE}.{stream}_block.attn.ln_{part}.weight"] *= 12
+    return dit.write(tmp_path_factory.mktemp("fragile") / "fragile.safetensors", tensors)
 
 
 @pytest.fixture(scope="module")

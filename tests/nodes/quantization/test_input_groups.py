@@ -1,8 +1,5 @@
 """Linears that read the same input: smoothed alike, quantized once where that is deferred, each by itself elsewhere."""
 
-import weakref
-from collections import Counter
-
 import comfy.sd
 import pytest
 import torch
@@ -11,7 +8,6 @@ from int8_dit.kernels import ActivationStatistics
 from int8_dit.kernels.fused_ops import fused_ops as fused
 from int8_dit.kernels.linear import int8_linear as linear
 from int8_dit.nodes.deferred.install import deferred_call
-from int8_dit.nodes.quantization import quantize
 from int8_dit.nodes.quantization.quantize import same_inputs
 from support import ideogram_block as ideogram
 from support.tensors import relative_error
@@ -141,58 +137,24 @@ def test_a_protected_member_is_not_quantized_with_the_others(dit, small, swiglu)
     assert not [group for group in sharing(dit, quantized) if other in group]
 
 
-def test_a_calibrated_model_quantizes_the_input_of_w1_and_w3_once(dit, small, swiglu, quantizations, tmp_path):
-    """Out of the quantizer, and loaded from the file that ComfyUI's own node writes of it."""
+def test_a_model_quantizes_the_input_of_w1_and_w3_once(dit, small, swiglu, quantizations, tmp_path):
+    """Calibrated, out of the quantizer and loaded from the file that ComfyUI's own node writes of it; and native."""
     quantized = dit.quantize(swiglu, **small.calibration(swiglu))
     path = str(tmp_path / "saved.safetensors")
     comfy.sd.save_checkpoint(path, quantized)
     loaded = dit.load(path)
-    for model in (quantized, loaded):
-        assert sharing(dit, model) == [{f"layers.{block}.feed_forward.{w}" for w in ("w1", "w3")} for block in range(2)]
+    with pytest.raises(Exception, match="int8"):
+        dit.stock(path)
+    native = dit.apply(dit.stock(dit.save(dit.quantize(swiglu), tmp_path / "native.safetensors")))
+    together = [{f"layers.{block}.feed_forward.{w}" for w in ("w1", "w3")} for block in range(2)]
+    for model in (quantized, loaded, native):
+        assert model is native or sharing(dit, model) == together
         small.output(model)  # the first call of a block also runs as ComfyUI has it
         quantizations.clear()
         small.output(model)
         assert len(quantizations) == 2 * 4  # qkv, o, w1 with w3, w2
     # Their outputs can differ: where a tensor begins in memory decides how a CPU adds its products up.
     dit.assert_same_tensors(dit.snapshot(loaded), dit.snapshot(quantized))
-
-
-def test_native_linears_of_one_input_quantize_it_once(dit, small, swiglu, quantizations, tmp_path):
-    model = dit.apply(dit.stock(dit.save(dit.quantize(swiglu), tmp_path / "native.safetensors")))
-    for _ in range(2):  # the first call of a block also runs as ComfyUI has it
-        quantizations.clear()
-        small.output(model)
-    assert len(quantizations) == 2 * 4  # qkv, o, w1 with w3, w2
-
-
-@pytest.mark.parametrize("kind", ("swiglu", "attention"))
-def test_joint_factors_are_as_good_as_separate_ones(dit, small, request, monkeypatch, kind):
-    model = request.getfixturevalue(kind)
-    exact = small.output(model)
-    joint = dit.relative_error(small.output(dit.quantize(model, **small.calibration(model))), exact)
-    alone = lambda names, statistics: [[name] for name in names]  # noqa: E731
-    monkeypatch.setattr("int8_dit.nodes.quantization.quantize.same_inputs", alone)
-    separate = dit.relative_error(small.output(dit.quantize(model, **small.calibration(model))), exact)
-    assert 0 < joint < 1.2 * separate
-
-
-def test_the_weights_of_a_group_are_looked_at_one_by_one(dit, small, attention, monkeypatch):
-    """Never two weights at a time, and each no more than twice: for the joint absmax, and to be quantized."""
-    original, given = quantize.patched_weight, []
-    keys = {f"{layer}.weight" for layer in quantize.quantization_targets(attention)}
-
-    def noting(model, key):
-        weight = original(model, key)
-        if key in keys:
-            assert all(other() is None for _, other in given)
-            given.append((key, weakref.ref(weight)))
-        return weight
-
-    monkeypatch.setattr(quantize, "patched_weight", noting)
-    dit.quantize(attention, **small.calibration(attention))
-    looks = Counter(key for key, _ in given)
-    assert looks.keys() == keys
-    assert sorted(looks.values()) == [1] * 10 + [2] * 10  # in each block o, o, q, ffn.0, ffn.2 and q, k, v, k, v
 
 
 def test_a_nan_weight_of_a_group_names_its_layer(dit, small, swiglu):
