@@ -134,9 +134,11 @@ BUILT = {
     "fused int8": lambda dit: dit.load(kernel="fused int8"),
     "bf16": lambda dit: dit.load(kernel="bf16"),
     "quantized": lambda dit: dit.quantize(dit.stock(), 2, calibration=dit.recorded(), **ACT16),  # out of no file
+    "in 4 bits": lambda dit: dit.quantize(dit.stock(), 2, weights="4 bits"),
 }
 
 
+@pytest.mark.usefixtures("all_may_stay_stored")
 @pytest.mark.parametrize("make", BUILT.values(), ids=BUILT)
 def test_built_again_for_another_gpu_and_without_dynamic_vram(dit, make):
     """ComfyUI rebuilds a MODEL through its `cached_patcher_init`, here with weights and settings of its own."""
