@@ -20,20 +20,6 @@ def named(dit, small):
     return small.named_by_diffusers(GLYPHS, dit.tensors(), dit.LINEARS)
 
 
-@pytest.mark.parametrize(
-    "options", ({"per_channel": False}, {"per_channel": True}, {"rotate": 64}), ids=("scalar", "rows", "ConvRot")
-)
-def test_an_int8_file_is_loaded_as_int8(dit, named, tmp_path, options):
-    """Part by part; those that are cut have a scalar scale each."""
-    model, expected = (
-        dit.load(dit.write(tmp_path / f"{len(layers)}.safetensors", int8(tensors, layers, **options).tensors))
-        for tensors, layers in (named, (dit.tensors(), dit.LINEARS))
-    )
-    assert set(dit.int8_weights(model)) == set(dit.LINEARS)
-    most = 2 * dit.int8_noise() if options == {"per_channel": False} else 0
-    assert dit.relative_error(dit.output(model), dit.output(expected)) <= most
-
-
 def test_parts_that_are_not_quantized_alike_are_refused(dit, named, tmp_path):
     renamed = int8(*named).tensors
     for piece in ("weight_scale", "comfy_quant"):
