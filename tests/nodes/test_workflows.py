@@ -4,6 +4,7 @@ workflow, and each node must leave the INT8 MODEL as it found it. More of merges
 from functools import cache
 from types import SimpleNamespace
 
+import comfy.hooks
 import comfy.model_management
 import comfy.sd
 import pytest
@@ -22,10 +23,11 @@ KINDS = ("lora", "loha", "lokr")
 
 @pytest.fixture(scope="module")
 def files(dit, tmp_path_factory):
-    """LoRAs of three kinds, and a second model's file."""
+    """LoRAs of three kinds, another one, and a second model's file."""
     tensors = dit.tensors()
     weights = {layer: tensors[f"{layer}.weight"].float() for layer in dit.LINEARS}
     loras = {kind: getattr(adapters, kind)(weights, 0.2) for kind in KINDS}
+    loras["other lora"] = adapters.lora(dict(reversed(weights.items())), 0.2)
     second = dit.with_delta(tensors, adapters.lora(weights, 0.4, rank=16))
     return loras, dit.write(tmp_path_factory.mktemp("second") / "second.safetensors", second)
 
@@ -43,9 +45,9 @@ def graphs(dit, files):
         comfy.model_management.unload_all_models()
 
 
-def text(words):
+def text(words, hooks=None):
     context, pooled = conditioning.encode(words)
-    return [[context, {"pooled_output": pooled}]]
+    return [[context, {"pooled_output": pooled, **({"hooks": hooks} if hooks else {})}]]
 
 
 def guider(name, *arguments, **named):
@@ -53,12 +55,12 @@ def guider(name, *arguments, **named):
     return getattr(nodes_custom_sampler, name).execute(*arguments, **named).result[0]
 
 
-def basic(model):
-    return guider("BasicGuider", model, text(TEXT))
+def basic(model, hooks=None):
+    return guider("BasicGuider", model, text(TEXT, hooks))
 
 
-def cfg(model):
-    return guider("CFGGuider", model, text(TEXT), text(OTHER_TEXT), CFG)
+def cfg(model, hooks=None):
+    return guider("CFGGuider", model, text(TEXT, hooks), text(OTHER_TEXT), CFG)
 
 
 def patched(graph, model, kind="lora"):
@@ -67,6 +69,17 @@ def patched(graph, model, kind="lora"):
 
 def bypassed(graph):
     return comfy.sd.load_bypass_lora_for_models(graph.first, None, graph.loras["lora"], 0.7, 0.0)[0]
+
+
+def hook(graph, *keyframes):
+    """The LoRA as a hook, with these strengths from these shares of the steps on."""
+    hooks = comfy.hooks.create_hook_lora(graph.loras["lora"], 0.7, 0.0)
+    frames = comfy.hooks.HookKeyframeGroup()
+    for strength, start in keyframes:
+        frames.add(comfy.hooks.HookKeyframe(strength, start))
+    if keyframes:
+        hooks.set_keyframes_on_hooks(frames)
+    return hooks
 
 
 def two_models(graph):
@@ -105,6 +118,12 @@ WORKFLOWS = {
     "LoHa": (lambda graph: basic(patched(graph, graph.first, "loha")), plain),
     "bypassed LoRA": (lambda graph: basic(bypassed(graph)), plain),
     "LoRA of the second model": (second_with_lora, plain_second),
+    "hook with keyframes": (lambda graph: basic(graph.first, hook(graph, (1.0, 0.0), (0.5, 0.4))), plain),
+    "hook of one conditioning": (lambda graph: cfg(graph.first, hook(graph)), plain_cfg),
+    "hook on a LoRA": (
+        lambda graph: basic(patched(graph, graph.first, "other lora"), hook(graph)),
+        lambda graph: basic(patched(graph, graph.first, "other lora")),
+    ),
     "CFG": (plain_cfg, plain),
     "two models": (two_models, plain_cfg),
     "skipped layer": (skipped_layer, plain_cfg),
@@ -160,3 +179,24 @@ def test_two_models_take_turns(sample, error):
     for make, expected in zip(turns, together, strict=True):
         comfy.model_management.unload_all_models()
         assert torch.equal(sample("INT8", make), expected)
+
+
+@torch.inference_mode()
+def test_files_of_comfyuis_own_save_node(dit, graphs, error, tmp_path):
+    """This pack reads both, the stock loader the one that is not smoothed. The fused kernel under that one draws what
+    Load INT8 DiT does, with a LoRA too."""
+    paths = {name: str(tmp_path / f"{name}.safetensors") for name in ("first", "second")}
+    for name, path in paths.items():
+        model = getattr(graphs["INT8"], name)
+        comfy.sd.save_checkpoint(path, model)
+        assert torch.equal(dit.output(dit.load(path)), dit.output(model))
+    with pytest.raises(Exception, match="int8"):
+        dit.stock(paths["first"])
+    stock, exact = dit.stock(paths["second"]), graphs["float"].second
+    usual = dit.relative_error(dit.output(graphs["INT8"].second), dit.output(exact))
+    assert dit.relative_error(dit.output(stock), dit.output(exact)) < bound(usual)
+    before, fused = dit.output(stock), dit.apply(stock)
+    assert torch.equal(dit.output(fused), dit.output(graphs["INT8"].second))
+    with_it = [dit.output(patched(graphs["INT8"], model)) for model in (fused, exact)]
+    assert dit.relative_error(*with_it) < bound(usual)
+    assert torch.equal(dit.output(stock), before)

@@ -29,6 +29,15 @@ def test_parts_that_are_not_quantized_alike_are_refused(dit, named, tmp_path):
         dit.load(dit.write(tmp_path / "mixed.safetensors", renamed))
 
 
+def test_rows_that_change_places_keep_their_scales(dit, named, tmp_path):
+    """ComfyUI's last modulation has the halves of diffusers' in the other order."""
+    outputs = []
+    for tensors, layer in ((dit.tensors(), "final_layer.adaLN_modulation.1"), (named[0], "norm_out.linear")):
+        path = dit.write(tmp_path / f"{layer}.safetensors", int8(tensors, [layer]).tensors)
+        outputs.append(dit.output(dit.load(path)))
+    assert torch.equal(*outputs)
+
+
 def test_other_formats_under_these_names_are_refused(dit, named, tmp_path):
     layer = "transformer_blocks.1.attn.to_k"
     renamed = fp8_scaled(named[0], [layer])
