@@ -11,6 +11,7 @@ import torch
 
 from ..card.device import BF16
 from ..card.timing import CallSeries, GraphPool, sustained_milliseconds
+from ..error_text import first_line
 from ..interruption import interruptible
 from ..linear.int8_linear import settle
 
@@ -86,7 +87,7 @@ class Times:
             except Exception as error:
                 if not method.foreign:  # the code of others may raise anything
                     raise
-                self.absent[method.name] = str(error).strip().partition("\n")[0] or type(error).__name__
+                self.absent[method.name] = first_line(error)
         ran = {method.name: series[method.name] for method in methods if method.name in series}
         self.rounds = sustained_milliseconds(ran, rounds, check)
         self.looped = [name for name, calls in ran.items() if calls.looped]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..error_text import first_line
 from .choices import Choices
 from .machine import describe_machine, kernel_source_hash, native_backend, triton_available
 from .triton_release import triton_advice
@@ -62,7 +63,7 @@ def triton_error() -> str | None:
 
         check_driver()
     except Exception as error:  # whatever it is, there will be no kernel
-        return str(error).strip().partition("\n")[0] or type(error).__name__
+        return first_line(error)
     return None
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
+from ..error_text import first_line
 from .machine import triton_available
 
 # Each minor version of PyTorch is built for one of Triton's; another breaks torch.compile, for other packs too. From
@@ -45,7 +46,7 @@ def triton_problem() -> TritonProblem | None:
 
         installed = _minor(triton.__version__)
     except Exception as error:  # its compiled and other parts may be of different versions
-        line = str(error).strip().partition("\n")[0] or type(error).__name__
+        line = first_line(error)
         return _without_triton(f"Triton cannot be imported ({line})", anew=True)
     wanted = _wanted()
     if wanted is None or installed == wanted or _is_unreleased(wanted):

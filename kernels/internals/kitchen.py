@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..error_text import first_line
 from .insides import KITCHEN_GEMM, holds
 
 
@@ -84,4 +85,4 @@ def _asked(question: Callable[[Any], Any]) -> Any:
     try:
         return question(registry)
     except Exception as error:
-        raise LookupError(str(error).strip().partition("\n")[0] or type(error).__name__) from error
+        raise LookupError(first_line(error)) from error

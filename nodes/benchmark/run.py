@@ -10,7 +10,7 @@ import torch
 from comfy.model_management import throw_exception_if_processing_interrupted as check_cancelled
 from comfy.model_patcher import ModelPatcher
 
-from ...kernels import ATTENTION_CHOICES, AUTO_CHOICES, FUSED, WAYS, Choice, runs_kitchen
+from ...kernels import ATTENTION_CHOICES, AUTO_CHOICES, FUSED, WAYS, Choice, first_line, runs_kitchen
 from ...kernels.benchmark import (
     ATTENTION_METHODS,
     COMFYUI_CHOICE,
@@ -181,7 +181,7 @@ def ways_to_load(
     try:
         bus = bus_rate(device)
     except RuntimeError as error:  # the host has no memory to pin
-        remarks.append(f"What to load was not predicted: {error}.")
+        remarks.append(f"What to load was not predicted: {first_line(error)}.")
         return []
     host = comfy.model_management.get_free_memory(torch.device("cpu"))
     card = max(0, free_for_weights(base.model_config, device, dtype))
