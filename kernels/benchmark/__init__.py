@@ -27,4 +27,4 @@ from .methods import (
 )
 from .outcome import Outcome, text_of, total_times, totals_by_shape
 from .shape_results import IDEOGRAM4_SHAPES, LinearShape, ShapeResult, Times, markdown, notes
-from .what_to_load import LoadedForm, LoadedSizes, Room, bus_rate, loaded_forms
+from .what_to_load import COPIED_BYTES, LoadedForm, LoadedSizes, Room, bus_rate, loaded_forms

@@ -9,16 +9,22 @@ import torch
 from ..card.device import FUSED
 from ..card.timing import Stopwatch
 from .forward_split import ForwardSplit
-from .methods import BENCHMARK_METHODS, FUSED_CODES, FUSED_GGUF
+from .methods import CODES, FUSED_CODES, FUSED_GGUF, GGUF, PLAIN
 from .shape_results import ShapeResult
 
 STEPS = 20
 """Of the image whose seconds are told."""
-LOADED_FORMS = {"INT8": FUSED, "W4A8 as stored": FUSED_CODES, "GGUF Q4_K as stored": FUSED_GGUF}
-"""Ways to load a model, the most exact first, each with the row of its linears in the benchmark."""
+LOADED_FORMS = {
+    "INT8": (FUSED, PLAIN),
+    "W4A8 as stored": (FUSED_CODES, CODES),
+    "GGUF Q4_K as stored": (FUSED_GGUF, GGUF["Q4_K"]),
+}
+"""Ways to load a model, the most exact first, each with the row of its linears in the benchmark and their form."""
+COPIED_BYTES = 1 << 28
+"""That bus_rate takes of the card, and of pinned memory."""
 
 _WORTH_LESS_EXACT = 0.9  # of the time: what is less than this faster is not worth a larger error
-_COPIED_BYTES, _COPIES = 1 << 28, 5
+_COPIES = 5
 
 
 class LoadedSizes(NamedTuple):
@@ -77,20 +83,20 @@ class LoadedForm(NamedTuple):
 
 def bus_rate(device: torch.device) -> float:
     """Return how many bytes a second go from pinned host memory to a GPU. Raises RuntimeError where none can be had."""
-    host = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
     card, watch = torch.empty_like(host, device=device), Stopwatch(device)
-    return 1000 * _COPIED_BYTES / min(watch.mean(lambda: card.copy_(host, non_blocking=True)) for _ in range(_COPIES))
+    return 1000 * COPIED_BYTES / min(watch.mean(lambda: card.copy_(host, non_blocking=True)) for _ in range(_COPIES))
 
 
-def step_milliseconds(computed: float, weights: int, room: Room) -> float:
-    """Return the time of a step that takes `computed` milliseconds where all weights are on the card.
+def step_milliseconds(computed: float, weights: int, streamed: int, bus: float) -> float:
+    """Return the time of a step that takes `computed` milliseconds where all bytes of `weights` are on the card, and
+    that fetches the `streamed` ones of them at `bus` bytes a second.
 
     ComfyUI keeps as many weights on the card as fit, and computes with them as if all did. Each of the others comes
     over the bus while the one before it is computed with: their part takes as long as the slower of the two.
     """
-    streamed = max(0, weights - room.card)
     share = streamed / weights
-    return (1 - share) * computed + max(share * computed, 1000 * streamed / room.bus)
+    return (1 - share) * computed + max(share * computed, 1000 * streamed / bus)
 
 
 def loaded_forms(
@@ -104,15 +110,14 @@ def loaded_forms(
     if split.waits_for_python or in_int8 is None:
         return []
     found = []
-    for name, method in LOADED_FORMS.items():
+    for name, (method, form) in LOADED_FORMS.items():
         if not all({FUSED, method} <= set(each.milliseconds) for each in results):
             continue
         times = ((split.linears[each.shape].count, each.milliseconds) for each in results)
         computed = in_int8 + sum(count * (ms[method] - ms[FUSED]) for count, ms in times)
-        (form,) = (each.form for each in BENCHMARK_METHODS if each.name == method)
         weights = round(sizes.linears * form.bytes_per_weight) + sizes.others
         streamed = max(0, weights - room.card)
-        milliseconds = step_milliseconds(sizes.models * computed, weights, room)
+        milliseconds = step_milliseconds(sizes.models * computed, weights, streamed, room.bus)
         fits = max(weights // sizes.models, streamed) <= room.host
         found.append(LoadedForm(name, weights, streamed, milliseconds, weights - streamed + room.step, fits))
     return found

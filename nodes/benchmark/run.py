@@ -15,6 +15,7 @@ from ...kernels.benchmark import (
     ATTENTION_METHODS,
     COMFYUI_CHOICE,
     COMFYUI_INT8,
+    COPIED_BYTES,
     IDEOGRAM4_SHAPES,
     METHOD_OF_WAY,
     AttentionResult,
@@ -52,7 +53,6 @@ STORE, KEEP, CLEAR = "by this run", "as before", "by the card's name"
 DECISIONS = (STORE, KEEP, CLEAR)
 """What `auto` is decided by after a run."""
 
-_COPY_BYTES = 1 << 28  # of the copies over the bus
 _GATE_BYTES = 1 << 30  # of the product that the gate measures, rounded up
 _MOST_WEIGHTS_ON_CPU = 32 << 20  # what it does in a fraction of a second, so that a run ends and can be cancelled
 _METHODS_NOTE = (
@@ -177,7 +177,7 @@ def ways_to_load(
     weights = sum(module.weight.shape.numel() for module in quantizable_linears(model).values())
     others = sum(parameter.shape.numel() for parameter in base.diffusion_model.parameters()) - weights
     sizes = LoadedSizes(models, models * weights, models * others * dtype.itemsize)
-    make_room(device, _COPY_BYTES)
+    make_room(device, COPIED_BYTES)
     try:
         bus = bus_rate(device)
     except RuntimeError as error:  # the host has no memory to pin

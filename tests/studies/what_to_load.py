@@ -17,7 +17,7 @@ from pathlib import Path
 STUDIES = Path(__file__).resolve().parent
 sys.path.append(str(STUDIES.parents[1]))  # as a script, only this folder is there
 
-from kernels.benchmark import Room, markdown
+from kernels.benchmark import markdown
 from kernels.benchmark.what_to_load import step_milliseconds
 from kernels.card.machine import title
 
@@ -44,10 +44,9 @@ def predictions(rows: list[dict]) -> tuple[float, list[tuple[float, str, float, 
     found = []
     for (loader, free), row in by_case.items():
         if free != LARGE and "auto" not in loader:
-            room = Room(cards[free], 0, 0, rate)
-            found.append(
-                (free, loader, row["ms"], step_milliseconds(computed[loader], row["weights_gb"] * 10**9, room))
-            )
+            weights = row["weights_gb"] * 10**9
+            predicted = step_milliseconds(computed[loader], weights, max(0, weights - cards[free]), rate)
+            found.append((free, loader, row["ms"], predicted))
     return rate, found
 
 
