@@ -4,6 +4,8 @@ import comfy.model_management
 from comfy_api.latest import io
 
 from ..kernels.benchmark import TICKS, text_of, title
+from .attention.attention_kinds import AUTO as AUTO_ATTENTION
+from .attention.attention_override import set_attention
 from .benchmark.run import CLEAR, DECISIONS, STORE, forget, run, save_json
 from .host.model_files import model_files, model_path
 from .host.notices import show_load_warnings
@@ -87,6 +89,7 @@ class INT8KernelBenchmark(RunsAlways):
             return io.NodeOutput(picture, text_of(sections), ui={"int8_benchmark": sections})
         if model is None and model_name != NO_FILE:
             model = load_int8_model(model_path(model_name), "auto", memory=AUTO)
+            set_attention(model, AUTO_ATTENTION)  # as a new Load INT8 DiT has it
         ticked = [tick for tick in TICKS if ticks.get(tick, True)]
         outcome = run(model, tokens, ticked, positive, latent_image, auto_decided)
         file = save_json(outcome)

@@ -226,11 +226,14 @@ def test_a_file_is_loaded_where_no_model_is_connected(dit, monkeypatch, tmp_path
     monkeypatch.setattr(
         kernel_benchmark, "load_int8_model", lambda *args, **options: loaded.append((args, options)) or "M"
     )
+    attention = []
+    monkeypatch.setattr(kernel_benchmark, "set_attention", lambda *given: attention.append(given))
     monkeypatch.setattr(kernel_benchmark, "run", lambda model, *_: measured.append(model))
     for model, name in ((None, "a.gguf"), ("mine", "a.gguf"), (None, "none")):
         with pytest.raises(AttributeError):  # of what was not measured
             INT8KernelBenchmark.execute(8, model, model_name=name)
     assert measured == ["M", "mine", None] and loaded == [(("folder/a.gguf", "auto"), {"memory": "auto"})]
+    assert attention == [("M", "auto")]  # as a new Load INT8 DiT has it; a MODEL stays as it was connected
 
 
 def zeros(*shape):
