@@ -28,6 +28,7 @@ from .internals.insides import missing
 from .internals.kitchen import kitchen_backend
 from .interruption import interruptible
 from .launching.background import foreground
+from .launching.launching import is_capturing
 from .linear.channel_transform import UNCHANGED, ChannelTransform
 from .linear.int8_linear import (
     LinearWeight,

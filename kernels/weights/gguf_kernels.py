@@ -41,26 +41,27 @@ def _places(start, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, BLOCKS: tl.const
     return first, first + gap
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("row_blocks",))
 def decode_kernel(
     blocks,
     scale,
     out,
     count,
+    row_blocks,
     FORMAT: tl.constexpr,
     BYTES: tl.constexpr,
     WEIGHTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     RUNS: tl.constexpr,
-    ROW_BLOCKS: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
-    """One program turns BLOCKS of `count` blocks into floats, or with ROW_BLOCKS, those of a row, into int8: round(w /
-    scale of the row)."""
+    """One program turns BLOCKS of `count` blocks into floats, or if it ROUNDS, into int8: round(w / scale of the row),
+    of `row_blocks` blocks each."""
     start = tl.program_id(0) * BLOCKS
     inside, first, second = _decode(blocks, start, count, FORMAT, BYTES, BLOCKS, RUNS)  # pyright: ignore[reportGeneralTypeIssues]
     first_place, second_place = _places(start, FORMAT, WEIGHTS, BLOCKS, RUNS)
-    if ROW_BLOCKS:
-        row = (start + tl.arange(0, BLOCKS)[:, None, None]) // ROW_BLOCKS
+    if ROUNDS:
+        row = (start + tl.arange(0, BLOCKS)[:, None, None]) // row_blocks
         by = divisors(tl.load(scale + row, mask=inside, other=0.0))
         tl.store(out + first_place, rounded(first, by), mask=inside)
         tl.store(out + second_place, rounded(second, by), mask=inside)
@@ -183,15 +184,15 @@ def _as_read(tensors: Tensors) -> Tensors:
     return [aligned(blocks), scale.reshape(-1).expand(len(blocks)).contiguous(), *factors]
 
 
-def _decoder(tensors: Tensors, tile: tuple, row_blocks: int, as_read: Callable[[Tensors], Tensors]) -> Layout:
+def _decoder(tensors: Tensors, tile: tuple, rounds: bool, as_read: Callable[[Tensors], Tensors]) -> Layout:
     blocks = tensors[0]
-    count = blocks.numel() // tile[1]
-    constants = (*tile, row_blocks, _WARPS)
-    return Layout(_DECODER, constants, (-(-count // tile[3]), 1), (count,), tensors, as_read)
+    count, row_blocks = blocks.numel() // tile[1], blocks.shape[1] // tile[1]
+    constants = (*tile, rounds, _WARPS)
+    return Layout(_DECODER, constants, (-(-count // tile[3]), 1), (count, row_blocks), tensors, as_read)
 
 
 def launch_dequantize_gguf(tensors: Tensors, name: str, dtype: torch.dtype) -> Layout:
-    return _decoder(tensors, _tile(name, _BYTES), 0, lambda tensors: [aligned(tensors[0]), None])
+    return _decoder(tensors, _tile(name, _BYTES), False, lambda tensors: [aligned(tensors[0]), None])
 
 
 def launch_gguf_channel_scales(tensors: Tensors, name: str) -> Layout:
@@ -205,7 +206,7 @@ def launch_expand_gguf(tensors: Tensors, name: str) -> Layout:
     form = GGUF_FORMATS[name]
     if up is None:
         tile = _tile(name, _BYTES if form.bytes % 16 else _ALIGNED_BYTES)
-        return _decoder(tensors, tile, blocks.shape[1] // form.bytes, _as_read)
+        return _decoder(tensors, tile, True, _as_read)
     rows, (rank, channels) = len(blocks), down.shape
     grid = (-(-rows // _ROWS), -(-channels // _COLUMNS))
     beside = _COLUMNS // form.weights

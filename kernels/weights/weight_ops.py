@@ -163,15 +163,11 @@ def expand_gguf(
 def gguf_to_int8(blocks: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the decoded weight as `quantize_weight` does, int8 [N, K] and its scale float32 [N], at once.
 
-    Two kernels for rows of all lengths do it once they are compiled. Raises ValueError for a NaN or Inf in the weight.
+    Raises ValueError for a NaN or Inf in the weight.
     """
     scale = gguf_channel_scales.at_once(blocks, name)
     check_channels(scale)
-    form = GGUF_FORMATS[name]
-    # The kernel is compiled for the length of a row: here, one block.
-    of_blocks = scale.repeat_interleave(blocks.shape[1] // form.bytes)
-    q = expand_gguf.at_once(blocks.reshape(-1, form.bytes), name, of_blocks)
-    return q.view(_weight_shape(blocks, form)), scale
+    return expand_gguf.at_once(blocks, name, scale), scale
 
 
 def _weight_shape(blocks: torch.Tensor, form: GGUFFormat) -> tuple[int, int]:

@@ -53,14 +53,13 @@ _NO_SCALES = torch.empty((0, 1), dtype=torch.float32)
 
 
 class GGUFLayout(QuantizedLayout):
-    """uint8 [N, bytes of a row], the name of a block format, and float32 [N, 1]: what each row is scaled by as INT8.
-
-    A weight that was only read, or that computes in floats, has no scales: [0, 1].
-    """
+    """uint8 [N, bytes of a row], the name of a block format, and whether products are INT8. `scale` is always empty:
+    the first product finds what rows are scaled by."""
 
     @dataclass(frozen=True)
     class Params(BaseLayoutParams):
         gguf_format: str = ""
+        becomes_int8: bool = False
 
     @classmethod
     def dequantize(cls, qdata, params) -> torch.Tensor:
@@ -70,7 +69,7 @@ class GGUFLayout(QuantizedLayout):
 
     @classmethod
     def state_dict_tensors(cls, qdata, params) -> dict[str, torch.Tensor]:
-        return {"": qdata, "_scale": params.scale}
+        return {"": qdata}
 
 
 class GroupedCodesLayout(QuantizedLayout):
@@ -135,16 +134,17 @@ def plain_floats(weight: QuantizedTensor) -> torch.Tensor:
     return weight.dequantize()
 
 
-def held_gguf(weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, device: torch.device) -> HeldWeight:
+def held_gguf(
+    weight: QuantizedTensor, dtype: torch.dtype, becomes_int8: bool, check_on: torch.device | None
+) -> HeldWeight:
     """Return a weight that was read as a linear of floats of `dtype` holds it, to be multiplied in INT8 or in floats.
 
-    Scales are found on `device`. Raises ValueError where a row holds a NaN or Inf.
+    Raises ValueError where a row holds a NaN or Inf, found on the device `check_on`; None leaves that to the first
+    product, which need not read the file once more.
     """
-    blocks, form = stored(weight), replace(weight.params, orig_dtype=dtype)
-    scales = gguf_channel_scales.at_once(to_device(blocks, device), form.gguf_format)
-    check_channels(scales)
-    if becomes_int8:
-        form = replace(form, scale=scales.to(blocks.device)[:, None].contiguous())
+    blocks, form = stored(weight), replace(weight.params, orig_dtype=dtype, becomes_int8=becomes_int8)
+    if check_on is not None:
+        check_channels(gguf_channel_scales.at_once(to_device(blocks, check_on), form.gguf_format))
     return HeldWeight(holdable(blocks), GGUF_LAYOUT, form)
 
 
@@ -209,55 +209,63 @@ class StoredKind:
 
     Attributes:
         name: what users call its form.
-        scale: float32 [N, 1] that its rows are scaled by as INT8; None for a weight that computes in floats.
+        becomes_int8: whether products are INT8.
+        scale: float32 [N, 1] that its rows are scaled by as INT8, on the weight's device.
+        finds_scale: whether `scale` reads the whole weight, and may be NaN.
         rotation_group: channels per Hadamard group of the INT8 weight, or None.
         activation_bits: to how many bits its input is rounded.
         expansion: (weight, scale, what is added) -> the operator that makes int8 [N, K] of it, and its arguments.
-            Without anything added the scale is its own. With no scale it makes the floats of a weight that has none.
-        held: (weight that was read, dtype of the linear, whether it becomes INT8, device to compute on) -> the weight
-            that a linear holds. Raises ValueError for a scale that is not finite. None for a layout of ComfyUI's, which
-            its own loaders hold.
+            Without anything added the scale is its own. Of a weight that is not INT8 it makes floats.
+        held: (weight that was read, dtype of the linear, whether it becomes INT8, device to check it on or None) -> the
+            weight that a linear holds. Raises ValueError for a scale that is not finite. None for a layout of
+            ComfyUI's, which its own loaders hold.
     """
 
     name: Callable[[QuantizedTensor], str]
-    scale: Callable[[QuantizedTensor], torch.Tensor | None]
+    becomes_int8: Callable[[QuantizedTensor], bool]
+    scale: Callable[[QuantizedTensor], torch.Tensor]
     rotation_group: Callable[[QuantizedTensor], int | None]
     activation_bits: Callable[[QuantizedTensor], int]
-    expansion: Callable[[QuantizedTensor, torch.Tensor | None, LowRank | None], tuple[Operator, tuple]]
-    held: Callable[[QuantizedTensor, torch.dtype, bool, torch.device], QuantizedTensor] | None = None
+    expansion: Callable[[QuantizedTensor, torch.Tensor, LowRank | None], tuple[Operator, tuple]]
+    held: Callable[[QuantizedTensor, torch.dtype, bool, torch.device | None], QuantizedTensor] | None = None
+    finds_scale: bool = False
 
 
-def _gguf_expansion(
-    weight: QuantizedTensor, scale: torch.Tensor | None, added: LowRank | None
-) -> tuple[Operator, tuple]:
+def _gguf_scale(weight: QuantizedTensor) -> torch.Tensor:
+    # A compiled graph reads it in each product.
+    find = gguf_channel_scales if torch.compiler.is_compiling() else gguf_channel_scales.at_once
+    return find(stored(weight), weight.params.gguf_format)[:, None]
+
+
+def _gguf_expansion(weight: QuantizedTensor, scale: torch.Tensor, added: LowRank | None) -> tuple[Operator, tuple]:
     blocks = stored(weight), weight.params.gguf_format
-    return (dequantize_gguf, (*blocks, weight.dtype)) if scale is None else (expand_gguf, (*blocks, scale, added))
+    if not weight.params.becomes_int8:
+        return dequantize_gguf, (*blocks, weight.dtype)
+    return expand_gguf, (*blocks, scale, added)
 
 
 _CODES = StoredKind(
     name=lambda weight: f"W{grouped_codes(weight).bits}A8",
+    becomes_int8=lambda weight: True,
     scale=channel_scale,
     rotation_group=lambda weight: weight.params.convrot_groupsize,
     activation_bits=lambda weight: weight.params.activation_bits,
     expansion=lambda weight, scale, added: (expand_codes, (grouped_codes(weight), channel_scale(weight), scale, added)),
-    held=lambda weight, dtype, becomes_int8, device: held_codes(weight, dtype),
+    held=lambda weight, dtype, becomes_int8, check_on: held_codes(weight, dtype),
 )
 STORED_KINDS: dict[str, StoredKind] = {
     GGUF_LAYOUT: StoredKind(
         name=lambda weight: f"GGUF {weight.params.gguf_format}",
-        scale=lambda weight: weight.params.scale if weight.params.scale.numel() else None,
+        becomes_int8=lambda weight: weight.params.becomes_int8,
+        scale=_gguf_scale,
         rotation_group=lambda weight: None,
         activation_bits=lambda weight: 8,
         expansion=_gguf_expansion,
         held=held_gguf,
+        finds_scale=True,
     ),
     GROUPED_LAYOUT: _CODES,
-    NATIVE_GROUPED_LAYOUT: replace(
-        _CODES,
-        scale=lambda weight: channel_scale(weight) if is_plain_grouped(weight) else None,
-        activation_bits=lambda weight: 8,
-        held=None,
-    ),
+    NATIVE_GROUPED_LAYOUT: replace(_CODES, becomes_int8=is_plain_grouped, activation_bits=lambda weight: 8, held=None),
 }
 
 HELD_LAYOUTS = tuple(layout for layout, kind in STORED_KINDS.items() if kind.held is not None)

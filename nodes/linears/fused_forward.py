@@ -47,6 +47,7 @@ class INT8Linear:
     own_arguments: Mapping[str, Any]  # `arguments_of` ComfyUI's own forward
     of_encoder = False  # whether it belongs to a text encoder of ComfyUI's own loader
     linear_name = ""  # its path, set by name_linears
+    of_file = ""  # the name of the file that it was loaded of
     weight: Any
     weight_function: list
     bias_function: list
@@ -136,7 +137,7 @@ class INT8Linear:
                 seed = None if key is None else comfy.utils.string_to_seed(key)  # as ComfyUI rounds it
                 q, scale = requantize_weight(weight, transform, seed)
             else:
-                (q, scale), (transform, bits) = form.operands(weight, lora), form.input_form(weight)
+                (q, scale), (transform, bits) = (known or form).operands(weight, lora), form.input_form(weight)
             quantized = None if quantize is None else quantize(transform, bits)
             if quantized is not None:
                 return int8_gemm(*quantized, q, scale, bias, dtype).view(*leading, -1)

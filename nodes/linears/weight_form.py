@@ -6,7 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import ChannelTransform, LinearWeight, RepeatedLinear, native_computes
+from ...kernels import (
+    ChannelTransform,
+    LinearWeight,
+    RepeatedLinear,
+    check_channels,
+    is_capturing,
+    native_computes,
+)
 from ..comfyui.layers import wants_full_precision
 from ..comfyui.quantized import is_native_int8, stored
 from ..files.holding import StoredKind, stored_kind
@@ -42,14 +49,17 @@ class WeightForm(NamedTuple):
         """Return how the input of a linear with this weight is quantized."""
         return InputForm(weight.params.transform, self.unsmoothed[1]) if self.smoothed else self.unsmoothed
 
-    def operands(self, weight: Any, lora: StoredLoRA | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def operands(
+        self, weight: Any, lora: StoredLoRA | None = None, scale: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a weight of this form as int8 [N, K] and its float32 scale, one value or one per output channel. Of a
-        stored weight they are new, and changed by `lora`, which is on the device where it is used."""
+        stored weight they are new, and changed by `lora`, which is on the device where it is used; `scale` is its own
+        if that is known."""
         kind = self.kind
         if kind is None:
-            scale = weight.params.scale
-            return stored(weight), scale if scale.dtype == torch.float32 else scale.float()
-        scale: Any = kind.scale(weight)
+            held = weight.params.scale
+            return stored(weight), held if held.dtype == torch.float32 else held.float()
+        scale = kind.scale(weight) if scale is None else scale
         scale = scale if lora is None else scale + lora.scale
         expand, arguments = kind.expansion(weight, scale, None if lora is None else lora.low_rank)
         return expand(*arguments), scale
@@ -65,7 +75,7 @@ def weight_form(weight: Any, layer: Any) -> WeightForm | None:
         smooth, group, bits = held.smooth, held.rotation_group, held.activation_bits
     elif is_native_int8(weight):
         group, bits = weight.params.convrot_groupsize if weight.params.convrot else None, 8
-    elif kind is not None and kind.scale(weight) is not None:
+    elif kind is not None and kind.becomes_int8(weight):
         group, bits = kind.rotation_group(weight), kind.activation_bits(weight)
     else:
         return None
@@ -84,16 +94,19 @@ def known_form(weight: Any, layer: Any = None) -> WeightForm:
 
 
 class KnownWeight:
-    """The cached form of a linear's weight, for as long as the linear has that weight. It holds no tensors of it."""
+    """The cached form of a linear's weight, for as long as the linear has that weight. It holds no tensors of it, but
+    its scale where that was found by reading the whole weight."""
 
-    __slots__ = ("_linear", "_numbers", "_settings", "form")
+    __slots__ = ("_linear", "_name", "_numbers", "_scale", "_settings", "form")
 
-    def __init__(self, weight: Any, form: WeightForm) -> None:
+    def __init__(self, weight: Any, form: WeightForm, name: str) -> None:
         # ComfyUI replaces a module's weight, or the tensor stored in it, or both; a patch that is copied into it
         # replaces its parameters.
         self._numbers, self._settings = weakref.ref(stored(weight)), weakref.ref(weight.params)
         self.form = form
         self._linear: RepeatedLinear | None = None
+        self._name = name
+        self._scale: torch.Tensor | None = None
 
     def is_of(self, weight: Any) -> bool:
         """Whether this is the form of a weight."""
@@ -103,10 +116,27 @@ class KnownWeight:
         """Pickle and copy as None: a copy of the linear looks at its own weight."""
         return type(None), ()
 
+    def operands(self, weight: Any, lora: StoredLoRA | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the form's `operands` does. Raises ValueError, in the first product, for a row of a stored weight
+        that holds a NaN or Inf."""
+        form, scale, kind = self.form, self._scale, self.form.kind
+        if kind is None or not kind.finds_scale:
+            return form.operands(weight, lora)
+        if scale is None or scale.device != weight.device:
+            scale = kind.scale(weight)
+            if not is_capturing(scale.device):  # a graph's memory is its own
+                try:
+                    check_channels(scale.flatten())
+                except ValueError as error:
+                    raise ValueError(f"{self._name}: {error}; download the file again") from error
+                self._scale = scale
+        return form.operands(weight, lora, scale)
+
     def linear(self, weight: Any, lora: StoredLoRA | None) -> tuple[RepeatedLinear, LinearWeight]:
         """Return the RepeatedLinear of the weight and the operands that it is called with."""
         form = self.form
-        held = *form.operands(weight, lora), weight.params.smooth if form.smoothed else None
+        operands = form.operands if form.kind is None else self.operands
+        held = *operands(weight, lora), weight.params.smooth if form.smoothed else None
         if self._linear is None:
             transform, bits = form.unsmoothed
             self._linear = RepeatedLinear.of(held, transform.rotation_group, bits)
@@ -122,5 +152,6 @@ def known_weight(layer: Any) -> tuple[WeightForm | None, KnownWeight | None]:
         return None, None
     if known is None or not known.is_of(weight):
         form = weight_form(weight, layer)
-        known = layer.known_weight = None if form is None else KnownWeight(weight, form)
+        name = ": ".join(filter(None, (getattr(layer, "of_file", ""), getattr(layer, "linear_name", ""))))
+        known = layer.known_weight = None if form is None else KnownWeight(weight, form, name)
     return None if known is None else known.form, known

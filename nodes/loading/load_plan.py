@@ -10,7 +10,17 @@ import comfy.model_management
 import comfy.utils
 import torch
 
-from ...kernels import BF16, FUSED, WAYS, choose_path, expand_codes, gguf_to_int8, naming_layer, quantize_weight
+from ...kernels import (
+    BF16,
+    FUSED,
+    WAYS,
+    choose_path,
+    expand_codes,
+    gguf_to_int8,
+    naming_layer,
+    quantize_weight,
+    runs_fused,
+)
 from ..comfyui.quantized import HostCopies, stored, to_device
 from ..files import quant_config
 from ..files.holding import can_stay, channel_scale, grouped_codes, is_gguf, is_grouped, plain_floats, stored_kind
@@ -120,7 +130,8 @@ def checkpoint_plan(
         int8 = linear and not (whole and not is_gguf(weight)) and not in_floats(*weight.shape, native=not stays)
         if stays and kind is not None and kind.held is not None:
             hold, is_int8 = kind.held, int8 or is_grouped(weight)
-            return "reading", lambda name, weight, _: hold(weight, compute_dtype, int8, device), is_int8
+            check_on = None if int8 and runs_fused(device, kernel, weight.shape[0], weight.shape[1], False) else device
+            return "reading", lambda name, weight, _: hold(weight, compute_dtype, int8, check_on), is_int8
         if is_grouped(weight):
             return "reading", expanded, True
         if int8:

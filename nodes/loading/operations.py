@@ -38,6 +38,7 @@ def int8_operations(plan: LoadPlan) -> type:
     class INT8Operations(base):
         class Linear(INT8Linear, base.Linear):
             int8_kernel = kernel
+            of_file = plan.file
             own_arguments = arguments_of(base.Linear.forward)
             dequantized = False  # whether the state dict had an INT8 weight of which a float one is held
             config: Mapping[str, Any] = {}  # of the state dict, as long as the weight is what it says

@@ -8,7 +8,9 @@ import weakref
 import pytest
 import torch
 
-from int8_dit.kernels import ChannelTransform, int8_linear, quantize_weight
+from int8_dit.kernels import ChannelTransform, int8_linear, quantize_gguf, quantize_weight
+from int8_dit.nodes.files.holding import held_gguf, read_gguf_weight
+from int8_dit.nodes.linears import weight_form
 from int8_dit.nodes.linears.int8_weight import int8_weight
 from int8_dit.nodes.linears.weight_form import known_form, known_weight
 
@@ -178,3 +180,27 @@ def test_nothing_of_a_weight_is_held_when_it_is_gone(layer, x, other, smoothed):
     del tensors, held
     gc.collect()
     assert [tensor() for tensor in seen] == [None] * len(seen)
+
+
+@pytest.mark.parametrize("streams", (False, True))
+def test_rows_of_blocks_are_looked_at_in_the_first_product(layer, x, monkeypatch, streams):
+    """And of another weight again. A product that reads its weight from the host looks, too."""
+    values = torch.randn(layer.out_features, layer.in_features)
+    blocks = quantize_gguf(values, "Q8_0")
+    broken = blocks.clone()
+    broken[3, :2] = torch.tensor([0, 0x7E], dtype=torch.uint8)  # the first block's size, a NaN
+    monkeypatch.setattr(type(layer), "_lies_on", lambda *_: not streams)
+    looked, own = [], weight_form.check_channels
+    monkeypatch.setattr(weight_form, "check_channels", lambda scale: looked.append(1) or own(scale))
+
+    def held(blocks):
+        read = read_gguf_weight(blocks, "Q8_0", tuple(values.shape))
+        return held_gguf(read, torch.float32, True, None)
+
+    replace(layer, held(blocks))
+    assert computed(layer, x).equal(computed(layer, x)) and looked == [1]
+    replace(layer, held(broken))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"attn\.proj: weight has a NaN or Inf in output channel 3; download"):
+            computed(layer, x)
+    assert looked == [1, 1, 1]

@@ -39,6 +39,7 @@ from support.tensors import relative_error
 
 LAYER = "joint_blocks.1.x_block.mlp.fc1"  # [768, 192]
 NAME = "the model.safetensors"
+NOT_FINITE = "a NaN or Inf"
 # With which kernel, and how stored weights are held.
 WAYS = (("fused int8", "INT8"), ("bf16", "INT8"), ("fused int8", "as stored"))
 
@@ -60,7 +61,9 @@ def refuse(tmp_path):
         path = put_file(tmp_path / name, content)
         for way in WAYS if name.endswith("gguf") else WAYS[:2]:
             with pytest.raises(ValueError) as error:
-                dit.load(path, *way)
+                model = dit.load(path, *way)
+                if way == WAYS[2] and says == (NOT_FINITE,):
+                    dit.output(model)  # the first product finds it
             message = str(error.value)
             assert message.startswith(name) and str(tmp_path) not in message
             assert not [text for text in says if text not in message], message
@@ -599,7 +602,7 @@ FILES = (
     *(("Q8_0", lambda file, more=more: file.values.extend(more), says) for says, more in MORE_THAN_ANY_FILE_HAS),
     ("Q8_0", lambda file: file.written() + bytes(32), "32 bytes lie behind"),
     *(
-        (type, not_a_number(name), "a NaN or Inf")
+        (type, not_a_number(name), NOT_FINITE)
         for name in (f"{OTHER}.weight", "t_embedder.mlp.0.weight")
         for type in ("Q8_0", "Q4_K", "IQ4_NL")
     ),
