@@ -16,12 +16,13 @@ from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import LowRank, requantize_weight, rotation_group_of
+from ..comfyui.compiling import is_compiled
 from ..comfyui.patcher import CALLBACK_KEY, is_patch
-from ..comfyui.quantized import HeldWeight, layout_of, stored
+from ..comfyui.quantized import HeldWeight, layout_of, stored, to_device
 from ..files.holding import is_gguf, is_stored
 from .int8_weight import int8_weight
 from .plain_loras import StoredLoRA, plain_loras
-from .weight_form import weight_form
+from .weight_form import known_weight, weight_form
 
 SMALLEST_STORED = 1 << 16
 """Bytes below which a weight becomes INT8 all the same: ComfyUI patches small weights where they are."""
@@ -98,6 +99,18 @@ def patch_products(model: ModelPatcher) -> None:
         for _, module in _stored(unloaded) if unpatched else ():
             module.weight_function = [function for function in module.weight_function if not is_patch(function)]
 
+    looked = False
+
+    def check(loaded: ModelPatcher) -> None:
+        nonlocal looked
+        if looked or not is_compiled(loaded):
+            return
+        for _, module in _stored(loaded):  # compiled products check nothing
+            if (known := known_weight(module)[1]) is not None:
+                known.scale(to_device(module.weight, loaded.load_device))
+        looked = True
+
+    model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, check)
     model.add_callback_with_key(CallbacksMP.ON_LOAD, CALLBACK_KEY, patch)
     model.add_callback_with_key(CallbacksMP.ON_DETACH, CALLBACK_KEY, take_off)
     blocks = any(is_gguf(module.weight) for _, module in _stored(model))

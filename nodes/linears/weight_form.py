@@ -13,6 +13,7 @@ from ...kernels import (
     check_channels,
     is_capturing,
     native_computes,
+    unplanned_memory,
 )
 from ..comfyui.layers import wants_full_precision
 from ..comfyui.quantized import is_native_int8, stored
@@ -116,21 +117,27 @@ class KnownWeight:
         """Pickle and copy as None: a copy of the linear looks at its own weight."""
         return type(None), ()
 
-    def operands(self, weight: Any, lora: StoredLoRA | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the form's `operands` does. Raises ValueError, in the first product, for a row of a stored weight
-        that holds a NaN or Inf."""
-        form, scale, kind = self.form, self._scale, self.form.kind
-        if kind is None or not kind.finds_scale:
-            return form.operands(weight, lora)
-        if scale is None or scale.device != weight.device:
+    def scale(self, weight: Any) -> torch.Tensor | None:
+        """Return the scale of the weight where it has to be found, which is done once; else None.
+
+        Raises ValueError for a row that holds a NaN or Inf.
+        """
+        kind, scale = self.form.kind, self._scale
+        if kind is None or not kind.finds_scale or (scale is not None and scale.device == weight.device):
+            return scale
+        with unplanned_memory():  # it outlives the call of a block
             scale = kind.scale(weight)
-            if not is_capturing(scale.device):  # a graph's memory is its own
-                try:
-                    check_channels(scale.flatten())
-                except ValueError as error:
-                    raise ValueError(f"{self._name}: {error}; download the file again") from error
-                self._scale = scale
-        return form.operands(weight, lora, scale)
+        if not is_capturing(scale.device):  # a graph's memory is its own
+            try:
+                check_channels(scale.flatten())
+            except ValueError as error:
+                raise ValueError(f"{self._name}: {error}; download the file again") from error
+            self._scale = scale
+        return scale
+
+    def operands(self, weight: Any, lora: StoredLoRA | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the form's `operands` does. Raises what `scale` does."""
+        return self.form.operands(weight, lora, self.scale(weight))
 
     def linear(self, weight: Any, lora: StoredLoRA | None) -> tuple[RepeatedLinear, LinearWeight]:
         """Return the RepeatedLinear of the weight and the operands that it is called with."""

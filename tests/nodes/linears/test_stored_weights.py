@@ -49,11 +49,6 @@ def load(dit, file, monkeypatch):
     return lambda form, memory="as stored", kernel="fused int8": dit.load(file(form).path, kernel, memory)
 
 
-def pieces(weight):
-    """What a weight consists of in memory."""
-    return {"": weight._qdata} if "GGUF" in weight._layout_cls else weight.state_dict("")
-
-
 @pytest.mark.parametrize("form", (*FORMS, *DECODED))
 def test_it_computes_what_its_file_stands_for(dit, file, load, form):
     """In floats nearly; resident, streamed and made INT8 while loading the same, as the INT8 weights are the same."""
@@ -81,7 +76,7 @@ def mapped(path):
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_stay_in_their_file_as_those_of_comfyuis_loaders_do(dit, file, load, form):
     """To copy them took most of a load, and the host's memory once more."""
-    held = [tensor for weight in dit.stored(load(form)).values() for tensor in pieces(weight).values()]
+    held = [tensor for weight in dit.stored(load(form)).values() for tensor in weight.state_dict("").values()]
     assert all(tensor.device.type == "cpu" for tensor in held)
     assert sum(tensor.nbytes for tensor in held) < 1.05 * os.path.getsize(file(form).path)
     places = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in held]

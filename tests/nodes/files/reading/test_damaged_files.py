@@ -24,9 +24,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
+from comfy.patcher_extension import WrappersMP
 from comfy.quant_ops import QuantizedTensor
 from safetensors import safe_open
 
+from int8_dit.nodes.comfyui.compiling import COMPILE_KEY
 from int8_dit.nodes.files import quant_config
 from int8_dit.nodes.loading.loaded_checks import check_scaled, unscaled_codes
 from int8_dit.nodes.saving.save import save_gguf_model
@@ -886,6 +888,16 @@ def test_a_large_tensor_on_a_card(on_card, tmp_path, key, value):
     for _ in range(2):
         with pytest.raises(ValueError, match=rf"^{NAME}: {key} holds"):
             dit.sample(model.clone())
+
+
+def test_a_compiled_model_is_looked_at_before_its_first_step(tmp_path):
+    """Weights that stay in blocks: its products check nothing."""
+    content = damaged(tmp_path, Damage("Q8_0", not_a_number(f"{OTHER}.weight"), ()))
+    model = dit.load(put_file(tmp_path / "model.gguf", content), *WAYS[2])
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY, lambda *_, **__: pytest.fail("it ran"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"^model.gguf: {OTHER}: weight has {NOT_FINITE} in output channel"):
+            dit.sample(model)
 
 
 def test_what_a_patch_does_is_not_blamed_on_the_file(on_card):
