@@ -184,8 +184,8 @@ class QuantizeToINT8SmoothQuant(DecidedNode):
                     "protected_in",
                     PROTECTED_IN,
                     "What protected layers are held in. 16-bit activations stay on INT8 tensor cores, and only "
-                    "this pack reads the file; bf16 is slower and larger. Without calibration it is bf16 where "
-                    "'weights' is 8 bits.",
+                    "this pack reads the file; with 'weights' at 4 bits they are plain INT8, which every loader "
+                    "reads. bf16 is slower and larger. Without calibration it is bf16 where 'weights' is 8 bits.",
                 ),
                 choice(
                     "rounding",
