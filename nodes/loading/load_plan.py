@@ -104,9 +104,10 @@ def checkpoint_plan(
 ) -> LoadPlan:
     """Return the plan for a checkpoint, whose layers that become INT8 are quantized per channel.
 
-    Weights are computed on the first device, and kept in host memory. Of those that stay as they are stored only the
-    scales of rows are found. Other GGUF weights become floats, here where no linear holds them, and other codes of 4 or
-    6 bits the INT8 weight that they stand for. Raises ValueError naming a weight that holds what none has.
+    Weights are computed on the first device, and kept in host memory. Those that stay as they are stored are read only
+    where no product would check them. Other GGUF weights become floats, here where no linear holds them, and other
+    codes of 4 or 6 bits the INT8 weight that they stand for. Raises ValueError naming a weight that holds what none
+    has.
 
     Args:
         devices: where the MODEL may run.
@@ -121,17 +122,19 @@ def checkpoint_plan(
         ways = WAYS if native else (FUSED, BF16)
         return fits and all(choose_path(at, kernel, (n, k), ways).kind == BF16 for at in devices)
 
-    def planned(name: str, weight: Any) -> tuple[str, Make, bool] | None:
+    def planned(name: str, weight: Any) -> tuple[str | None, Make, bool] | None:
         """Return what is done to a weight, in the file or as ComfyUI read it, what does it, and whether products are
-        INT8 then; None for a weight that is held as it was read."""
+        INT8 then; None for a weight that is held as it was read. What is done is None where that takes no time."""
         kind = stored_kind(weight)
         stays = as_stored and can_be_stored(weight)
         linear = is_quantizable(name, tuple(weight.shape))
         int8 = linear and not (whole and not is_gguf(weight)) and not in_floats(*weight.shape, native=not stays)
         if stays and kind is not None and kind.held is not None:
             hold, is_int8 = kind.held, int8 or is_grouped(weight)
-            check_on = None if int8 and runs_fused(device, kernel, weight.shape[0], weight.shape[1], False) else device
-            return "reading", lambda name, weight, _: hold(weight, compute_dtype, int8, check_on), is_int8
+            checked = is_int8 and runs_fused(device, kernel, weight.shape[0], weight.shape[1], False)
+            check_on = None if is_grouped(weight) or checked else device
+            doing = None if check_on is None else "reading"
+            return doing, lambda name, weight, _: hold(weight, compute_dtype, int8, check_on), is_int8
         if is_grouped(weight):
             return "reading", expanded, True
         if int8:
@@ -165,6 +168,8 @@ def checkpoint_plan(
         doing, made, _ = way
         with naming_layer(name):
             held = made(name, weight, input_scale)
+        if doing is None:
+            return held
         if progress is not None:
             progress.step(f"{doing} layer")
         return to_host(held)
@@ -172,12 +177,13 @@ def checkpoint_plan(
     weights = {key: t for key, t in tensors.items() if key.endswith(".weight")}
     ways = {key: way for key, weight in weights.items() if (way := planned(key.removesuffix(".weight"), weight))}
     others = [key for key, tensor in tensors.items() if is_gguf(tensor) and key not in ways]
-    sizes = [tensors[key].shape.numel() for key in (*ways, *others)]
+    work = [key for key, (doing, _, _) in ways.items() if doing is not None]
+    sizes = [tensors[key].shape.numel() for key in (*work, *others)]
     progress = Progress(len(sizes)) if sizes else None  # a file that needs no work is loaded as fast as any
-    if progress is not None:
-        # Before any of that work, which takes as long.
+    if ways:  # before any of that work, which takes as long
         multiply = [key.removesuffix(".weight") for key, (_, _, is_int8) in ways.items() if is_int8]
         compile_planned(tensors, multiply, kernel, compute_dtype, device)
+    if progress is not None:
         make_room_to_quantize(device, max(sizes))
         for key in others:
             values = plain_floats(to_device(tensors[key], device))

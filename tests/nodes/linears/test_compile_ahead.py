@@ -80,7 +80,8 @@ def test_weights_that_become_int8_are_known_before_they_do(dit, tmp_path, asked,
     monkeypatch.setattr(load_plan, "make_room_to_quantize", made)
     dit.load(dit.write_as(tmp_path, kind), memory=memory)
     before, of_model = [(set(forms), *others) for forms, *others in asked]
-    assert of_model[0] and before == of_model and asked_before == [1]
+    works = memory == "INT8" or kind != "W4A8"  # codes are held as they are
+    assert of_model[0] and before == of_model and asked_before == [1] * works
 
 
 @pytest.mark.usefixtures("all_may_stay_stored")
