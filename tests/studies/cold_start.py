@@ -1,7 +1,7 @@
 """Seconds from the load of a model file to its eighth step, in processes that have compiled and tuned nothing yet, and
 in later ones: this pack's loader beside ComfyUI's own.
 
-    python tests/studies/cold_start.py --comfyui PATH [--forms int8 codes] [--modes ordinary dynamic] [--out DIR]
+    python tests/studies/cold_start.py --comfyui PATH [--forms int8 codes gguf] [--modes ordinary dynamic] [--out DIR]
 
 Needs an NVIDIA card with about 30 GB of memory, and 10 GB for a file; `--blocks 1 --pixels 64 96 --row-seconds 900`
 tries the script out on a CPU, in minutes a row. A model with random weights is written to a file in each form. Each row
@@ -22,9 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +35,6 @@ from studies.frame import Row, Rows, Study, failures, markdown, number, synchron
 from support.pack import import_comfyui, import_pack, use_dynamic_vram
 
 STEPS, MORE_STEPS, LAST_STEPS = 8, 20, 10
-FORMS = {"int8": ("INT8", "native"), "codes": ("W4A8", "coded")}
-"""What the file holds, and what of a RandomModel makes its tensors."""
 VARIANTS = {"pack": "this pack", "stored": "this pack, as stored", "native": "ComfyUI's loader"}
 MODES = {"ordinary": "ordinary", "dynamic": "dynamic VRAM"}
 FIGURES = (
@@ -45,6 +44,42 @@ FIGURES = (
     *(("launchers_s", "their seconds"), ("late_kernels", "kernels compiled later")),
 )
 COUNTS = ("kernels", "launchers", "late_kernels")
+
+
+class Form(NamedTuple):
+    """A file: what it holds, how its name ends, what writes a RandomModel to it, and which of VARIANTS load it."""
+
+    title: str
+    ending: str
+    write: Callable[[Any, str], object]
+    variants: Sequence[str]
+
+
+def _tensors_to(make: str) -> Callable[[Any, str], object]:
+    """A writer of the tensors that a method of a RandomModel makes."""
+
+    def write(random: Any, file: str) -> None:
+        from safetensors.torch import save_file
+
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in getattr(random, make)().items()}
+        save_file(tensors, file, random.family.metadata())
+
+    return write
+
+
+def _in_blocks(random: Any, file: str) -> None:
+    from int8_dit.nodes.saving.save import save_gguf_model
+    from support.random_models import weights_on_device
+
+    with weights_on_device():
+        save_gguf_model(random.bf16_model(), file, {}, "Q4_K")
+
+
+FORMS = {
+    "int8": Form("INT8", "safetensors", _tensors_to("native"), ("pack", "native")),
+    "codes": Form("W4A8", "safetensors", _tensors_to("coded"), tuple(VARIANTS)),
+    "gguf": Form("GGUF Q4_K", "gguf", _in_blocks, ("pack", "stored")),
+}
 
 
 class Compiled:
@@ -144,11 +179,7 @@ def in_process(arguments, variant: str, mode: str, file: str, folder: str) -> Ro
 
 def write_file(form: str, file: str, blocks: int) -> None:
     """Write the model; in a process of its own, whose memory on the card goes with it."""
-    from safetensors.torch import save_file
-
-    random = random_model(torch.device("cuda" if torch.cuda.is_available() else "cpu"), blocks)
-    tensors = getattr(random, FORMS[form][1])()
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, file, random.family.metadata())
+    FORMS[form].write(random_model(torch.device("cuda" if torch.cuda.is_available() else "cpu"), blocks), file)
 
 
 def main() -> None:
@@ -182,12 +213,12 @@ def main() -> None:
     rows = Rows()
     with tempfile.TemporaryDirectory() as folder:
         for form in arguments.forms:
-            file = f"{folder}/model.safetensors"
+            file = f"{folder}/model.{FORMS[form].ending}"
             subprocess.run([sys.executable, *sys.argv, "--form", form, "--file", file], check=True)
             if form == arguments.forms[0]:
                 in_process(arguments, "pack", arguments.modes[0], file, f"{folder}/first")
             for mode, variant in itertools.product(arguments.modes, arguments.variants):
-                if (variant, form) == ("stored", "int8"):  # INT8 is what it is stored in
+                if variant not in FORMS[form].variants:
                     continue
                 for caches in ("full",) if variant == "native" else ("empty", "full"):
                     labels = {"form": form, "mode": mode, "variant": variant, "caches": caches}
@@ -199,7 +230,7 @@ def main() -> None:
     forms = [(key, "d" if key in COUNTS else ".2f") for key, _ in FIGURES]
     lines = []
     for row in rows:
-        what = (FORMS[row["form"]][0], MODES[row["mode"]], VARIANTS[row["variant"]], row["caches"])
+        what = (FORMS[row["form"]].title, MODES[row["mode"]], VARIANTS[row["variant"]], row["caches"])
         lines.append([*what, *(number(row, *form) for form in forms)])
     table = markdown(["file", "memory", "loaded by", "caches", *(title for _, title in FIGURES)], lines)
     first, second = arguments.pixels
