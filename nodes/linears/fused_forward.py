@@ -160,5 +160,6 @@ class INT8Linear:
         if form is None or not self._fuses(form, input.device):
             own: Any = super()
             return own._forward(input, weight, bias)
-        transform, bits = form.input_form(weight)
-        return int8_linear(input, *form.operands(weight), bias, transform, activation_bits=bits)
+        known, (transform, bits) = known_weight(self)[1], form.input_form(weight)
+        q, scale = (form if known is None or known.form.kind is not form.kind else known).operands(weight)
+        return int8_linear(input, q, scale, bias, transform, activation_bits=bits)

@@ -135,7 +135,7 @@ class KnownWeight:
             self._scale = scale
         return scale
 
-    def operands(self, weight: Any, lora: StoredLoRA | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def operands(self, weight: Any, lora: StoredLoRA | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the form's `operands` does. Raises what `scale` does."""
         return self.form.operands(weight, lora, self.scale(weight))
 
