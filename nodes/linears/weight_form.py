@@ -131,7 +131,7 @@ class KnownWeight:
             try:
                 check_channels(scale.flatten())
             except ValueError as error:
-                raise ValueError(f"{self._name}: {error}; download the file again") from error
+                raise ValueError(f"{self._name}: {error}; download or copy the file again") from error
             self._scale = scale
         return scale
 

@@ -35,6 +35,7 @@ SENTENCES = (  # what nodes say in English, cut and put together in every way
     "model, to use INT8 all the same.",
     "saved INT8_00001_.safetensors, 7.7 MB",
     "saved a model, new_00001_.gguf, 11.9 GB",
+    "model.gguf: blocks.0.proj: weight has a NaN or Inf in output channel 3; download or copy the file again",
     "quantizing layer 80 of 211",
     "reading layer 3 of 9, about 1 h 3 min left",
     "attention out: fused INT8 1.72 x bf16",
