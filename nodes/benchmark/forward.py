@@ -35,9 +35,10 @@ from ..host.sampling import empty_latent, sample
 from ..host.work import make_room
 from ..linears.apply_kernel import fused_class
 from ..linears.layer_selection import quantizable_in, quantizable_linears
+from .made_up_prompt import FAILURES, made_up_prompt
 
 _KEY = "int8_dit_benchmark"
-_PIXELS = 1024
+_PIXELS, _SMALL_PIXELS = 1024, 128
 # A forward is compared, and two load what it launches. Then three are timed as they are, and one with a clock at each
 # block, linear and attention.
 _BEFORE, _STEPS = 3, 7
@@ -59,22 +60,27 @@ class NoForward(Exception):
 def measure_forward(model: ModelPatcher, positive: list | None, latent: dict | None) -> ForwardSplit:
     """Sample a few steps of a MODEL, which is left unchanged, and time the last ones.
 
-    Without `positive` the model runs without text, without `latent` at 1024 px. Raises NoForward where that fails,
-    ComfyUI's interrupt on cancel.
+    Without `positive` the model runs with a made-up prompt, or none; without `latent` at 1024 px, on a CPU at 128.
+    Raises NoForward where that fails, ComfyUI's interrupt on cancel.
     """
     weights = sum(parameter.numel() for parameter in model.model.diffusion_model.parameters())
     if model.load_device.type == "cpu" and weights > _MOST_WEIGHTS_ON_CPU:
         raise NoForward("a forward of a model of this size takes too long on a CPU")
+    known = positive is not None and latent is not None
+    if positive is None:
+        tried = empty_latent(model, _SMALL_PIXELS) if latent is None else latent
+        positive = made_up_prompt(model, tried, check_cancelled)
+    if latent is None:
+        latent = empty_latent(model, _SMALL_PIXELS if model.load_device.type == "cpu" else _PIXELS)
     watched = model.clone()
     clock = _Clock(watched)
     watched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, clock.call)
-    sampled = empty_latent(watched, _PIXELS) if latent is None else latent
     sigmas = comfy.samplers.calculate_sigmas(watched.get_model_object("model_sampling"), "simple", _STEPS)
     try:
         euler = comfy.samplers.sampler_object("euler")
-        sample(watched, positive, None, 1.0, euler, sigmas, sampled, 0, lambda *_: check_cancelled())
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
-        if positive is not None and latent is not None:
+        sample(watched, positive, None, 1.0, euler, sigmas, latent, 0, lambda *_: check_cancelled())
+    except FAILURES as error:
+        if known:
             raise
         raise NoForward(f"connect positive and latent_image to measure a forward of this model ({error})") from error
     return clock.split()

@@ -15,7 +15,7 @@ from int8_dit.kernels.benchmark.methods import TICKS
 from int8_dit.nodes import kernel_benchmark, sockets
 from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
 from int8_dit.nodes.benchmark import run
-from int8_dit.nodes.benchmark.forward import AttentionSizes, NoForward, attention_call, measure_forward
+from int8_dit.nodes.benchmark.forward import AttentionSizes, attention_call
 from int8_dit.nodes.kernel_benchmark import INT8KernelBenchmark
 from int8_dit.nodes.linears.layer_selection import quantizable_linears
 from int8_dit.nodes.load_int8_dit import LoadINT8DiT
@@ -71,11 +71,6 @@ def test_a_forward_is_split_into_its_parts(dit, monkeypatch, tmp_path):
 
     assert model.model_options["transformer_options"] == before
     assert not any(module._forward_hooks for module in model.model.diffusion_model.modules())
-
-
-def test_a_model_that_needs_text_says_what_to_connect(dit):
-    with pytest.raises(NoForward, match=r"connect positive and latent_image .*pooled_output"):
-        measure_forward(dit.stock(), None, None)
 
 
 def test_cancelling_stops_it(dit, interrupt_at):
