@@ -28,7 +28,6 @@ from .internals.insides import missing
 from .internals.kitchen import kitchen_backend
 from .interruption import interruptible
 from .launching.background import foreground
-from .launching.launching import is_capturing
 from .linear.channel_transform import UNCHANGED, ChannelTransform
 from .linear.int8_linear import (
     LinearWeight,
@@ -40,7 +39,7 @@ from .linear.int8_linear import (
     settle,
 )
 from .linear.linear_reference import BlockForm, LinearForm, Quantized
-from .memory_plan import ask_outside_plan_by, unplanned_memory
+from .memory_plan import ask_outside_plan_by, is_capturing, unplanned_memory
 from .operators import Operator, OperatorCall
 from .quantization.attention_error import MOST_ATTENTION_ERROR, AttentionError
 from .quantization.groups import (

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
 _outside: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
@@ -20,3 +22,8 @@ def ask_outside_plan_by(context: Callable[[], AbstractContextManager[Any]]) -> N
 def unplanned_memory() -> AbstractContextManager[Any]:
     """Return a context in which allocations are no part of the host's plan."""
     return _outside()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph captures the calls on a device now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

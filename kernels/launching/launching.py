@@ -267,11 +267,6 @@ def _specialized(numbers: tuple[float, ...], first: int, unspecialized: frozense
     )
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph captures the calls on a device now."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 _NO_CHANGE = nullcontext()
 
 

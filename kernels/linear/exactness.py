@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ..call_cache import CACHE, cached
-from ..launching.launching import is_capturing
+from ..memory_plan import is_capturing
 from .gemm_kernel import Operands
 from .linear_reference import int8_accumulate_reference
 

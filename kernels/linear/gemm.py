@@ -11,8 +11,8 @@ from ..internals.gluon import HAS_GLUON
 from ..internals.kitchen import kitchen_gemm
 from ..internals.triton_runtime import HAS_DESCRIPTORS, MatrixBlocks
 from ..launching.background import Background, beside_calls
-from ..launching.launching import Launcher, StandIn, begin_on_16, contiguous, dense, is_capturing, on_device
-from ..memory_plan import unplanned_memory
+from ..launching.launching import Launcher, StandIn, begin_on_16, contiguous, dense, on_device
+from ..memory_plan import is_capturing, unplanned_memory
 from ..operators import Tensors
 from .exactness import WrongResult, check_exact, check_once
 from .gemm_kernel import Operands, gemm_build, int8_gemm_kernel
