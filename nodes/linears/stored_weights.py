@@ -19,7 +19,7 @@ from ...kernels import LowRank, requantize_weight, rotation_group_of
 from ..comfyui.compiling import is_compiled
 from ..comfyui.patcher import CALLBACK_KEY, is_patch
 from ..comfyui.quantized import HeldWeight, layout_of, stored, to_device
-from ..files.holding import is_gguf, is_stored
+from ..files.holding import is_gguf, is_stored, stored_kind
 from .int8_weight import int8_weight
 from .plain_loras import StoredLoRA, plain_loras
 from .weight_form import known_weight, weight_form
@@ -106,7 +106,8 @@ def patch_products(model: ModelPatcher) -> None:
         if looked or not is_compiled(loaded):
             return
         for _, module in _stored(loaded):  # compiled products check nothing
-            if (known := known_weight(module)[1]) is not None:
+            kind, (_, known) = stored_kind(module.weight), known_weight(module)
+            if kind is not None and kind.finds_scale and known is not None:
                 known.scale(to_device(module.weight, loaded.load_device))
         looked = True
 

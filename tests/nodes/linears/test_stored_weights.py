@@ -10,8 +10,11 @@ from types import SimpleNamespace
 import comfy.sd
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 
+from int8_dit.nodes.comfyui.compiling import COMPILE_KEY
 from int8_dit.nodes.files.reading.gguf_file import read_gguf
+from int8_dit.nodes.linears import stored_weights
 from support.file_formats import FORMATS
 
 GROUPED = ("W4A8", "W6A8")
@@ -161,3 +164,16 @@ def test_it_can_be_quantized_again_and_saved_as_gguf(dit, file, load, tmp_path, 
     saved = dit.load(dit.save(load(form), tmp_path / "model.gguf"))
     for made in (quantized, saved):
         assert dit.relative_error(dit.output(made), file(form).output) < 0.1
+
+
+@pytest.mark.parametrize("form, copied", (("Q8_0", True), ("W4A8", False)))
+def test_a_compiled_model_reads_once_what_has_to_be_found(dit, load, monkeypatch, form, copied):
+    """The scales of blocks; codes have theirs beside them."""
+    model, given = load(form), []
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY, lambda call, *args, **kwargs: call(*args, **kwargs))
+    own = stored_weights.to_device
+    monkeypatch.setattr(stored_weights, "to_device", lambda *args: given.append(args) or own(*args))
+    dit.sample(model)
+    first = len(given)
+    dit.sample(model)
+    assert bool(first) == copied and len(given) == first
