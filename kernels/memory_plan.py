@@ -2,6 +2,7 @@
 
 ComfyUI's compiler records the allocations of a block's call, serves the next calls from that memory, and ends the
 process over what is still held when a call returns. A host with such a plan sets the context for other allocations.
+A CUDA graph has memory of its own, too.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import comfy.samplers
 import torch
 from comfy.model_management import throw_exception_if_processing_interrupted as check_cancelled
 from comfy.model_patcher import ModelPatcher
@@ -31,7 +30,7 @@ from ..attention.attention_kinds import read_call
 from ..comfyui.attention import OVERRIDE, comfyuis_attention
 from ..comfyui.quantized import NATIVE_LAYOUT
 from ..deferred.install import deferred_call
-from ..host.sampling import empty_latent, sample
+from ..host.sampling import empty_latent, sample_euler
 from ..host.work import make_room
 from ..linears.apply_kernel import fused_class
 from ..linears.layer_selection import quantizable_in, quantizable_linears
@@ -75,10 +74,8 @@ def measure_forward(model: ModelPatcher, positive: list | None, latent: dict | N
     watched = model.clone()
     clock = _Clock(watched)
     watched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, clock.call)
-    sigmas = comfy.samplers.calculate_sigmas(watched.get_model_object("model_sampling"), "simple", _STEPS)
     try:
-        euler = comfy.samplers.sampler_object("euler")
-        sample(watched, positive, None, 1.0, euler, sigmas, latent, 0, lambda *_: check_cancelled())
+        sample_euler(watched, positive, latent, _STEPS, lambda *_: check_cancelled())
     except FAILURES as error:
         if known:
             raise

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import comfy.samplers
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
 from ..deferred.install import KEY as DEFERRED
-from ..host.sampling import sample
+from ..host.sampling import sample_euler
 
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, ArithmeticError)
 """What a model raises without the inputs that it needs."""
@@ -17,6 +16,7 @@ FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, Key
 _TOKENS = 256
 _WIDTHS = {"text": 7, "pooled": 11}  # to begin with: of no model's features
 _TRIES = 5
+_BESIDE: tuple[dict[str, torch.Tensor], ...] = ({}, {"attention_mask": torch.ones(1, _TOKENS, dtype=torch.int64)})
 
 
 class _Width(Exception):
@@ -30,41 +30,50 @@ def made_up_prompt(model: ModelPatcher, latent: dict, check: Callable[[], object
     The MODEL is sampled with features of odd widths. The first layer that reads another width stops it, and says which.
     `check` is called between the tries, and raises on cancel.
     """
-    model = model.clone()
+    model, widths = model.clone(), {}
     model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, DEFERRED)  # it would take the stop for its own failure
-    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", 1)
-    euler, generator = comfy.samplers.sampler_object("euler"), torch.Generator().manual_seed(0)
 
     def stop(module: Any, args: tuple) -> None:
-        needed = getattr(module, "in_features", None) or module.normalized_shape[-1]
         for kind, width in widths.items():
-            if args and isinstance(args[0], torch.Tensor) and args[0].shape[-1] == width != needed:
-                raise _Width(kind, needed)
+            if args and isinstance(args[0], torch.Tensor) and args[0].shape[-1] == width != _width_of(module):
+                raise _Width(kind, _width_of(module))
 
-    layers = [m for m in model.model.diffusion_model.modules() if hasattr(m, "in_features") or _is_norm(m)]
+    layers = [layer for layer in model.model.diffusion_model.modules() if _width_of(layer)]
     hooks = [layer.register_forward_pre_hook(stop) for layer in layers]
     try:
-        for beside in ({}, {"attention_mask": torch.ones(1, _TOKENS, dtype=torch.int64)}):
-            widths = dict(_WIDTHS)
-            for _ in range(_TRIES):
-                check()
-                text = torch.randn(1, _TOKENS, widths["text"], generator=generator)
-                pooled = torch.randn(1, widths["pooled"], generator=generator)
-                prompt = [[text, {"pooled_output": pooled, **beside}]]
-                try:
-                    sample(model, prompt, None, 1.0, euler, sigmas, latent, 0, lambda *_: None)
-                except _Width as found:
-                    kind, needed = found.args
-                    widths[kind] = needed
-                except FAILURES:
-                    break
-                else:
-                    return prompt
+        return next(filter(None, (_fitted(model, latent, widths, beside, check) for beside in _BESIDE)), None)
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _width_of(module: torch.nn.Module) -> int | None:
+    """Return how wide the input of a linear or norm is; None of any other module."""
+    shape: Any = getattr(module, "normalized_shape", None)
+    return getattr(module, "in_features", None) or (shape[-1] if shape else None)
+
+
+def _fitted(
+    model: ModelPatcher,
+    latent: dict,
+    widths: dict[str, int],
+    beside: dict[str, torch.Tensor],
+    check: Callable[[], object],
+) -> list | None:
+    """Return a prompt of the widths that the layers of a MODEL read, None where it fails otherwise. `widths`, by which
+    its layers stop it, becomes these."""
+    widths |= _WIDTHS
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_TRIES):
+        check()
+        text = torch.randn(1, _TOKENS, widths["text"], generator=generator)
+        prompt = [[text, {"pooled_output": torch.randn(1, widths["pooled"], generator=generator), **beside}]]
+        try:
+            sample_euler(model, prompt, latent, 1, lambda *_: None)
+        except _Width as found:
+            widths |= [found.args]
+        except FAILURES:
+            return None
+        else:
+            return prompt
     return None
-
-
-def _is_norm(module: torch.nn.Module) -> bool:
-    return bool(getattr(module, "normalized_shape", None))

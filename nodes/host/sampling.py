@@ -55,6 +55,14 @@ def sample(
     )
 
 
+def sample_euler(
+    model: ModelPatcher, positive: list | None, latent: dict, steps: int, callback: Callable[..., None]
+) -> None:
+    """Sample so many steps of Euler's method from a LATENT, without guidance; `positive` and `callback` as above."""
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)
+    sample(model, positive, None, 1.0, comfy.samplers.sampler_object("euler"), sigmas, latent, 0, callback)
+
+
 def previewer(model: ModelPatcher) -> Callable[[Any], tuple | None]:
     """Return a function that makes of a prediction the preview of ComfyUI's sampler nodes: None without previews."""
     try:

@@ -17,7 +17,7 @@ from ..comfyui.quantized import stored
 from ..deferred import consumers
 from ..deferred.notes import Deferred, hidden_calls, tracking, values_of
 from .linear_call import LinearCall, read_linear_call
-from .plain_loras import add_lora, each_once, loras_of, stored_lora
+from .plain_loras import StoredLoRA, add_lora, each_once, loras_of, stored_lora
 from .weight_form import KnownWeight, WeightForm, known_form, known_weight, weight_form
 
 
@@ -32,6 +32,13 @@ def native_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         rotation = {} if group is None else {"convrot": True, "convrot_groupsize": group}
         rows = input.reshape(-1, input.shape[-1])
         return comfy_kitchen.int8_linear(rows, q, scale, bias, input.dtype, **rotation).view(*input.shape[:-1], -1)
+
+
+def _operands(
+    known: KnownWeight | None, form: WeightForm, weight: Any, lora: StoredLoRA | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the operands of a weight that ComfyUI has cast, with what is known of the one that its linear holds."""
+    return (known if known is not None and known.form.kind is form.kind else form).operands(weight, lora)
 
 
 def needs_gradient(input: torch.Tensor) -> bool:
@@ -137,7 +144,8 @@ class INT8Linear:
                 seed = None if key is None else comfy.utils.string_to_seed(key)  # as ComfyUI rounds it
                 q, scale = requantize_weight(weight, transform, seed)
             else:
-                (q, scale), (transform, bits) = (known or form).operands(weight, lora), form.input_form(weight)
+                q, scale = _operands(known, form, weight, lora)
+                transform, bits = form.input_form(weight)
             quantized = None if quantize is None else quantize(transform, bits)
             if quantized is not None:
                 return int8_gemm(*quantized, q, scale, bias, dtype).view(*leading, -1)
@@ -160,6 +168,6 @@ class INT8Linear:
         if form is None or not self._fuses(form, input.device):
             own: Any = super()
             return own._forward(input, weight, bias)
-        known, (transform, bits) = known_weight(self)[1], form.input_form(weight)
-        q, scale = (form if known is None or known.form.kind is not form.kind else known).operands(weight)
+        q, scale = _operands(known_weight(self)[1], form, weight)
+        transform, bits = form.input_form(weight)
         return int8_linear(input, q, scale, bias, transform, activation_bits=bits)
