@@ -25,6 +25,7 @@ register_layout_class(FORWARDED_LAYOUT, type(FORWARDED_LAYOUT, (get_layout_class
 
 # Beside threads that compile, a part waits milliseconds, whatever its size: with 16 MB a load took up to twice as long.
 _BUFFER_BYTES = 64 << 20
+_COPIES_AT_ONCE = 2  # beside one a load took 1.3 to 1.7 times as long: new memory of the host is what takes it
 _HOST = torch.device("cpu")
 
 NATIVE_GROUPED_LAYOUT = "AsymW4A8Int8Layout"
@@ -194,19 +195,18 @@ def copy_through(buffers: torch.Tensor, x: torch.Tensor, copy: torch.Tensor) -> 
 
 
 class HostCopies:
-    """Copies weights into the host's memory on a background thread, one at a time.
+    """Copies weights into the host's memory on background threads, a few at a time.
 
-    A copy is complete when the next one is asked for, or after `wait`; until then its weight stays on the GPU. The
-    thread ends with this object.
+    Copies are complete after `wait`; until then their weights stay on the GPU. The threads end with this object.
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "INT8 DiT copies weights")
-        self._under_way: Future[None] | None = None
+        self._threads = ThreadPoolExecutor(_COPIES_AT_ONCE, "INT8 DiT copies weights")
+        self._under_way: deque[Future[None]] = deque()
 
     def __call__(self, weight: Any) -> Any:
-        """Return a tensor, quantized or not, in the host's memory, to be filled. Raises what the copy before it did."""
-        self.wait()
+        """Return a tensor, quantized or not, in the host's memory, to be filled. Raises what an earlier copy did."""
+        self._settle(_COPIES_AT_ONCE - 1)
         return to_device(weight, _HOST, self._begun)
 
     def _begun(self, x: torch.Tensor, host: torch.device) -> torch.Tensor:
@@ -214,14 +214,16 @@ class HostCopies:
             return x.to(host)
         copy = new_in_host(x)
         ready = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
-        self._under_way = self._thread.submit(_fill_beside, copy, x, ready)
+        self._under_way.append(self._threads.submit(_fill_beside, copy, x, ready))
         return copy
 
     def wait(self) -> None:
-        """Wait until the last copy is complete. Raises what its thread did."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        """Wait until all copies are complete. Raises what a thread did."""
+        self._settle(0)
+
+    def _settle(self, most: int) -> None:
+        while len(self._under_way) > most:
+            self._under_way.popleft().result()
 
 
 def _fill_beside(copy: torch.Tensor, x: torch.Tensor, ready: Any) -> None:

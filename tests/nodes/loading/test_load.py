@@ -203,12 +203,10 @@ def test_copies_are_made_beside_the_caller(beside, inference):
         for number in range(3):
             q, scale = quantize_weight(torch.randn(48, 64, device=DEVICE))
             quantized, plain = to_host(int8_weight(q, scale, torch.bfloat16)), to_host(scale)
-            assert torch.equal(stored(quantized), q.cpu()) and torch.equal(
-                quantized.params.scale.flatten(), scale.cpu()
-            )
             to_host.wait()
-            assert torch.equal(plain, scale.cpu()) and len(beside) == 2 * (number + 1)
-    assert len(set(beside)) == 1 and threading.current_thread().name not in beside
+            assert torch.equal(stored(quantized), q.cpu()) and torch.equal(plain, scale.cpu())
+            assert torch.equal(quantized.params.scale.flatten(), scale.cpu()) and len(beside) == 2 * (number + 1)
+    assert threading.current_thread().name not in beside
 
 
 def test_what_goes_wrong_beside_the_caller_is_raised(beside, monkeypatch):
@@ -217,10 +215,9 @@ def test_what_goes_wrong_beside_the_caller_is_raised(beside, monkeypatch):
 
     monkeypatch.setattr(quantized, "_fill_beside", fails)
     to_host = quantized.HostCopies()
-    to_host(torch.ones(4))
     with pytest.raises(RuntimeError, match="out of memory"):
-        to_host(torch.ones(4))
-    to_host(torch.ones(4))
+        for _ in range(3):  # two are under way at most
+            to_host(torch.ones(4))
     with pytest.raises(RuntimeError, match="out of memory"):
         to_host.wait()
 
