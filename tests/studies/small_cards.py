@@ -5,6 +5,8 @@ blocks, ours beside ComfyUI's own and ComfyUI-GGUF's, in both of ComfyUI's memor
     python tests/studies/small_cards.py --comfyui PATH --no-errors --free 8 12 --steps 4 --loaders "stock, W4A8" "this
         pack, W4A8 as stored" "this pack, Q4_K as stored"
     python tests/studies/small_cards.py --comfyui PATH --no-errors --model "Wan 14 B" --free 12 --steps 3
+    python tests/studies/small_cards.py --comfyui PATH --no-errors --modes dynamic --loras none --free 8 12 16 24
+        --loaders "this pack, W4A8 as INT8" "this pack, W4A8 as stored" "this pack, Q4_K as stored" --answers
 
 Needs an NVIDIA card with 44 GB of memory, 100 GB of host memory and 40 GB of disk. `--model "Wan 14 B" --tiny --blocks
 1 --pixels 64` tries the script out on a CPU. Another process holds all of the card's memory but `--free` GiB. Weights
@@ -13,7 +15,8 @@ models: a conditional forward (256 text tokens) and an unconditional one. A step
 832 x 480. Errors are those of the latents against bf16 models with the same LoRA. With `--no-errors` no bf16 model
 computes, and the second model of Ideogram 4 is a copy of the first one's file. W4A8 needs a ComfyUI and a comfy-kitchen
 that know it. With `--folder` a model's study can be measured in parts: the table has all rows of that folder, and a
-part that is measured again replaces its own.
+part that is measured again replaces its own. `--answers` asks Kernel Benchmark on each card what to load, and sets its
+predictions beside what was measured.
 """
 
 import argparse
@@ -111,6 +114,12 @@ LOADERS = {
 }
 FIRST = ("stock", "this pack", f"this pack, {GGUF} as stored")
 """The loaders that are measured where none are named."""
+PREDICTED = {
+    "INT8": "this pack, W4A8 as INT8",
+    "W4A8 as stored": "this pack, W4A8 as stored",
+    f"GGUF {GGUF} as stored": f"this pack, {GGUF} as stored",
+}
+"""The loader of each form that Kernel Benchmark predicts."""
 
 
 def start(study: Study, arguments: argparse.Namespace, mode: str) -> None:
@@ -241,6 +250,20 @@ def measure(arguments: argparse.Namespace, pixels: int) -> None:
             said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             print(json.dumps({**labels, "loader": name, "lora": "any", "failed": said}), flush=True)
         release()
+    if arguments.answers:
+        print(json.dumps({**labels, "loader": "Kernel Benchmark", "lora": "none", **answered(arguments)}), flush=True)
+
+
+def answered(arguments: argparse.Namespace) -> dict:
+    """What Kernel Benchmark answers for the first model, and what it predicts of each form."""
+    from int8_dit.kernels.benchmark.what_to_load import answer
+    from int8_dit.nodes.benchmark.run import KEEP, run
+
+    file = next(name for name in (CODES_FILE, INT8_FILE, GGUF_FILE) if list(arguments.folder.glob(f"*-{name}")))
+    model = load_ours(str(arguments.folder / f"{STUDIES[arguments.model].sides[0]}-{file}"), memory="auto")
+    outcome = run(model, 4352, [], None, None, KEEP)
+    forms = [form._asdict() for form in outcome.to_load]
+    return {"answer": answer(outcome.to_load), "remarks": outcome.remarks, "forms": forms}
 
 
 def measure_loader(arguments: argparse.Namespace, name: str, labels: dict, pixels: int) -> None:
@@ -318,6 +341,30 @@ def table(rows: list[dict]) -> str:
     return markdown(columns, lines)
 
 
+def answers_table(rows: list[dict], answers: list[dict]) -> str:
+    """A line for each card and form: what Kernel Benchmark predicted, beside the loader's measured row."""
+    measured = {(row["free"], row["loader"]): row for row in rows if row["lora"] == "none" and "ms" in row}
+    lines = []
+    for each in answers:
+        for form in each["forms"]:
+            row = measured.get((each["free"], PREDICTED[form["name"]]))
+            if row is not None:
+                ratio = f"{form['milliseconds'] / row['ms']:.2f}"
+                times = [f"{form['milliseconds']:.0f}", f"{row['ms']:.0f}", ratio]
+                lines.append(
+                    [
+                        f"{each['free']:g} GiB",
+                        form["name"],
+                        *times,
+                        f"{form['peak'] / 1e9:.1f}",
+                        f"{row['taken_gb']:.1f}",
+                    ]
+                )
+    columns = ["free", "form", "predicted ms", "measured ms", "ratio", "predicted peak GB", "taken GB"]
+    said = [f"{each['free']:g} GiB: {each['answer']}." for each in answers]
+    return "\n\n".join([markdown(columns, lines), *said])
+
+
 def measured_rows(command: list[str], free: float, modes: list[str]) -> Iterator[dict]:
     """The rows of all loaders with so much memory, each mode in a process of its own."""
     holder = None
@@ -357,6 +404,7 @@ def main() -> None:
     study.option("--loras", nargs="+", choices=("none", "lora"), default=["none", "lora"])
     study.option("--gguf-pack", type=Path, help="a checkout of ComfyUI-GGUF, for the loader of that name")
     study.option("--no-errors", action="store_true", help="no bf16 model computes what errors are against")
+    study.option("--answers", action="store_true", help="ask Kernel Benchmark on each card what to load")
     study.tuning(2.0)
     study.option("--tiny", action="store_true", help="a narrow Wan, to try it out on a CPU with few blocks")
     study.option("--folder", type=Path, help="where files and rows are kept for another run")
@@ -393,6 +441,7 @@ def main() -> None:
             for row in measured_rows(command, free, arguments.modes):
                 rows = replaced(rows, row)
                 kept.write_text(json.dumps(rows))
+        answers, rows = [row for row in rows if "forms" in row], [row for row in rows if "forms" not in row]
         rows.sort(
             key=lambda row: (-row["free"], row["mode"], row["lora"] != "none", list(LOADERS).index(row["loader"]))
         )
@@ -403,7 +452,8 @@ def main() -> None:
         if (folder / "bf16.st").exists():
             expected = load_file(folder / "bf16.st")
             effect = f"The LoRA's own effect is {relative_error(expected['lora'], expected['none']):.3f}."
-    study.write(f", {blocks} blocks of {arguments.model}.", table(rows), effect, rows=rows)
+    answered = answers_table(rows, answers) if answers else ""
+    study.write(f", {blocks} blocks of {arguments.model}.", table(rows), effect, answered, rows=rows + answers)
 
 
 if __name__ == "__main__":
