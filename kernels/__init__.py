@@ -26,6 +26,7 @@ from .fused_ops.fused_ops import Norm, activate_quantize, activated, gated_resid
 from .internals import function_modes
 from .internals.insides import missing
 from .internals.kitchen import kitchen_backend
+from .internals.lazy_tensor import LazyTensor
 from .interruption import interruptible
 from .launching.background import foreground
 from .linear.channel_transform import UNCHANGED, ChannelTransform

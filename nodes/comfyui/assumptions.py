@@ -68,6 +68,7 @@ _LINEAR = {"self", "input", "input_act", "act_weight", "act_eps", "residual", "r
 """The arguments of ComfyUI's linears that INT8 layers follow: another would change what a call means. Of ComfyUI behind
 0.39 single files could be read, and no Linear: other packs show what it is called with."""
 
+_NOT_LAZY = "with dynamic VRAM, weights in fewer bits are kept in the host's memory as INT8, too"
 _NO_IDEOGRAM4 = "files of Transformer Lab are refused"
 _INSTEAD = {
     f"comfy.ops:{_FORWARD}": "a call with it is refused by INT8 layers: update INT8 DiT",
@@ -85,6 +86,11 @@ _INSTEAD = {
     "comfy.model_prefetch:pause_malloc_graph": (
         "ComfyUI's compiler may end the process when a MiniMax runs first, or is recorded"
     ),
+    "comfy.memory_management:vram_aligned_size": _NOT_LAZY,
+    "comfy.memory_management:interpret_gathered_like": _NOT_LAZY,
+    "comfy.model_management:cast_to_gathered": _NOT_LAZY,
+    "comfy.model_patcher:CoreModelPatcher": _NOT_LAZY,
+    "comfy.model_patcher:ModelPatcherDynamic": _NOT_LAZY,
     "latent_preview:get_previewer": "calibration shows no previews",
 }
 """Other names that the pack relies on, and what it does where one is missing."""

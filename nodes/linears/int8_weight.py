@@ -77,7 +77,9 @@ def int8_weight(
 ) -> QuantizedTensor:
     """Wrap int8 [N, K] and its scale (scalar, [N] or [N, 1]) for ComfyUI; `dtype` is the dequantized weight's."""
     # One shape for all, because ComfyUI copies requantized parameters over the ones it holds.
-    scale = scale.float().reshape(-1, 1).expand(q.shape[0], 1).contiguous()
+    scale = scale.float()
+    if scale.shape != (q.shape[0], 1):
+        scale = scale.reshape(-1, 1).expand(q.shape[0], 1).contiguous()
     smooth = None if transform.smooth is None else transform.smooth.float().contiguous()
     factors = None if smooth is None else hashlib.sha256(smooth.cpu().numpy().tobytes()).digest()
     held = (scale, dtype, tuple(q.shape), smooth, transform.rotation_group, activation_bits, factors)

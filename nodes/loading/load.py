@@ -15,6 +15,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
 from ...kernels import BF16, choose_path
+from ..comfyui.lazy_tensors import are_copied, lazy_pieces
 from ..comfyui.patcher import CALLBACK_KEY, let_patches_act
 from ..deferred.install import defer
 from ..files.errors import naming_file
@@ -71,7 +72,8 @@ def load_int8_model(
         if fits and path_kind == BF16 and memory == AUTO:
             memory = INT8  # of no account: linears are held in floats
         choice = choose_memory(memory, checkpoint, dtype, devices[0])
-        plan = checkpoint_plan(checkpoint, kernel, dtype, devices, fits, choice.as_stored)
+        lazy = not disable_dynamic and are_copied(devices[0])
+        plan = checkpoint_plan(checkpoint, kernel, dtype, devices, fits, choice.as_stored, lazy)
         model = build_model(checkpoint.tensors, checkpoint.metadata, plan, disable_dynamic)
     # ComfyUI says only afterwards which device it wants a second MODEL for. It holds weights as the first one does.
     factory = partial(load_int8_model, anywhere=True, memory=AS_STORED if choice.as_stored else INT8)
@@ -196,7 +198,8 @@ def build_like(
 
 def rebuild_int8_model(model: BaseModel, kernel: str, disable_dynamic: bool = False) -> ModelPatcher:
     """Return a second MODEL with weights of its own, equal to those of a BaseModel of this pack (multi-GPU)."""
-    tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in model.diffusion_model.state_dict().items()}
+    held = model.diffusion_model.state_dict() | lazy_pieces(model.diffusion_model)
+    tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in held.items()}
     dtype = model.get_dtype_inference()
     plan = LoadPlan(kernel, dtype, lambda name, weight, _: held_codes(weight, dtype) if is_grouped(weight) else None)
     rebuilt = build_like(model, with_joined_codes(tensors), plan, disable_dynamic)

@@ -33,6 +33,7 @@ from ..linears.layer_selection import is_quantizable
 from ..linears.patched_weights import float_weight
 from ..linears.stored_weights import SMALLEST_STORED
 from ..linears.weight_form import known_form
+from .lazy_weights import lazy_int8
 
 Make = Callable[[str, Any, torch.Tensor | None], Any]
 """(module path of a linear; its weight as it was read: float, meta or quantized; what its input is multiplied by, if
@@ -101,6 +102,7 @@ def checkpoint_plan(
     devices: Sequence[torch.device],
     fits: bool,
     as_stored: bool,
+    lazy: bool,
 ) -> LoadPlan:
     """Return the plan for a checkpoint, whose layers that become INT8 are quantized per channel.
 
@@ -113,6 +115,7 @@ def checkpoint_plan(
         devices: where the MODEL may run.
         fits: whether it fits them in floats: linears that would compute in floats on all are held in them.
         as_stored: whether weights in fewer bits that a kernel reads stay what they are.
+        lazy: whether INT8 that such weights become is computed where ComfyUI copies it, and not kept in host memory.
     """
     tensors, device, to_host = checkpoint.tensors, devices[0], HostCopies()
     configs = quant_config.configs_in(tensors)
@@ -135,11 +138,18 @@ def checkpoint_plan(
             check_on = None if is_grouped(weight) or checked else device
             doing = None if check_on is None else "reading"
             return doing, lambda name, weight, _: hold(weight, compute_dtype, int8, check_on), is_int8
+        if lazy and can_stay(weight) and (int8 or is_grouped(weight)):
+            return None, lazily, True
         if is_grouped(weight):
             return "reading", expanded, True
         if int8:
             return "quantizing", quantized, True
         return ("decoding", decoded, False) if linear and kind is not None else None
+
+    def lazily(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
+        if input_scale is not None:
+            return to_host(quantized(name, weight, input_scale))
+        return lazy_int8(checkpoint.name, name, weight, device, compute_dtype)
 
     def quantized(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
         weight = to_device(weight, device)

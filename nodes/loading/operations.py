@@ -15,6 +15,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import NATIVE, int8_path, native_computes
 from ..comfyui.layers import load_beside_weight, quantized_operations
+from ..comfyui.lazy_tensors import lazy_pieces
 from ..comfyui.quantized import held_weight, layout_of, storage_shape
 from ..deferred.notes import MEMORY, Deferred, hidden_calls, tracking
 from ..files import quant_config
@@ -121,6 +122,9 @@ def int8_operations(plan: LoadPlan) -> type:
                 key = f"{prefix}{quant_config.QUANT_CONFIG}"
                 if is_int8(self.weight):
                     tensors[key] = quant_config_of(self.weight, quant_config.other_options(self.config))
+                    # ComfyUI saves what it gets by copying the weight, and counts bytes: it needs no numbers here.
+                    for name, part in lazy_pieces(self).items():
+                        tensors[prefix + name] = torch.empty(part.shape, dtype=part.dtype, device="meta")
                 elif key in tensors and self.config:  # what ComfyUI, too, does not know of it
                     written = {} if is_grouped(self.weight) else quant_config.decode_config(tensors[key])
                     tensors[key] = quant_config.encoded({**self.config, **written})

@@ -38,6 +38,7 @@ import_pack()
 import int8_dit.kernels.linear.gemm as gemm
 import int8_dit.nodes.deferred.mode as mode
 import int8_dit.nodes.loading.load_plan as load_plan
+from int8_dit.nodes.comfyui.lazy_tensors import lazy_pieces
 from support import glyph_dit as dit
 
 launches = count_launches(gemm)
@@ -93,25 +94,29 @@ def run() -> dict:
         report["copy_equal"] = torch.equal(sample(quantized.clone(disable_dynamic=True))[0], int8)
         bf16, report["bf16"] = sample(dit.load(f"{folder}/int8.safetensors", "bf16"))
         report["bf16"]["error"] = relative_error(bf16, original)
-        report |= run_in_codes(Path(folder))
+        report["stored"] = {kind: run_stored(Path(folder), kind) for kind in ("W6A8", "Q8_0")}
         report |= run_applied(Path(folder), original_lora)
         comfy.model_management.unload_all_models()
     return report
 
 
-def run_in_codes(folder: Path) -> dict:
-    """A file in 6 bits, held as INT8 and as stored."""
-    path, report, latents_of = dit.write_as(folder, "W6A8"), {}, {}
+def run_stored(folder: Path, kind: str) -> dict:
+    """A file in fewer bits, held as INT8 and as stored, with a LoRA and without; as INT8 also saved."""
+    path, report, latents_of = dit.write_as(folder, kind), {}, {}
     for memory in ("INT8", "as stored"):
         model = dit.load(path, memory=memory)
         patched = with_lora(model)
-        latents_of[memory], report[f"codes, {memory}"] = sample(model)
-        latents_of["LoRA", memory], report[f"codes, {memory}, LoRA"] = sample(patched)
-        report[f"codes removed equal, {memory}"] = torch.equal(sample(model)[0], latents_of[memory])
-    report["codes equal"] = torch.equal(latents_of["INT8"], latents_of["as stored"])
-    report["codes, as stored, LoRA"]["error"] = relative_error(
-        latents_of["LoRA", "as stored"], latents_of["LoRA", "INT8"]
-    )
+        latents_of[memory], report[memory] = sample(model)
+        latents_of["LoRA", memory], report[f"{memory}, LoRA"] = sample(patched)
+        report[f"removed equal, {memory}"] = torch.equal(sample(model)[0], latents_of[memory])
+        if memory == "INT8":
+            report["lazy"] = len(lazy_pieces(model.model.diffusion_model))
+            saved = dit.load(dit.save(model, folder / f"{kind}.saved.safetensors"))
+            report["saved equal"] = torch.equal(sample(saved)[0], latents_of[memory])
+            baked, _ = sample(dit.load(dit.save(patched, folder / f"{kind}.lora.safetensors")))
+            report["baked error"] = relative_error(baked, latents_of["LoRA", memory])
+    report["equal"] = torch.equal(latents_of["INT8"], latents_of["as stored"])
+    report["as stored, LoRA"]["error"] = relative_error(latents_of["LoRA", "as stored"], latents_of["LoRA", "INT8"])
     return report
 
 

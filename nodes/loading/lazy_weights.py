@@ -1,0 +1,46 @@
+"""INT8 weights of stored ones that lie nowhere in the host's memory: they are computed where ComfyUI copies them."""
+
+import torch
+from comfy.quant_ops import QuantizedTensor
+
+from ...kernels import LazyTensor, check_channels, naming_layer
+from ..comfyui.quantized import layout_of, to_device
+from ..files.errors import naming_file
+from ..files.holding import STORED_KINDS
+from ..files.reading.values import check_finite
+from ..linears.int8_weight import int8_weight
+from ..linears.weight_form import known_form
+
+
+def lazy_int8(
+    file: str, layer: str, weight: QuantizedTensor, device: torch.device, dtype: torch.dtype
+) -> QuantizedTensor:
+    """Return the INT8 weight [N, K] that a stored one of a file's layer stands for, in floats of `dtype` to ComfyUI.
+
+    Each copy of it is computed on `device`. Its first one raises ValueError, as a load would, for a row that holds what
+    no weight does.
+    """
+    kind = STORED_KINDS[layout_of(weight)]
+    assert kind.held is not None
+    held = kind.held(weight, dtype, True, None)
+    known = None if kind.finds_scale else kind.scale(held)
+
+    def scale_of(weight: QuantizedTensor) -> torch.Tensor:
+        nonlocal known
+        if known is None:
+            scale = kind.scale(weight)
+            with naming_file(file), naming_layer(layer):
+                check_channels(scale.flatten())
+                check_finite(f"{layer}.weight", 127 * scale)  # 127 of it is the largest value
+            known = scale.to("cpu")
+        return known
+
+    def numbers() -> torch.Tensor:
+        there = to_device(held, device)
+        expand, arguments = kind.expansion(there, scale_of(there).to(device), None)
+        return expand.at_once(*arguments)
+
+    q, scale = LazyTensor(held.shape, torch.int8, numbers), known
+    if scale is None:
+        scale = LazyTensor((len(q), 1), torch.float32, lambda: scale_of(to_device(held, device)))
+    return int8_weight(q, scale, dtype, *known_form(held).unsmoothed)

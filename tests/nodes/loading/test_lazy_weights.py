@@ -1,0 +1,74 @@
+"""INT8 weights that are computed where ComfyUI copies them, as with dynamic VRAM. On a CPU each operation is a copy."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from int8_dit.nodes.comfyui.lazy_tensors import lazy_pieces
+from int8_dit.nodes.comfyui.quantized import stored
+from int8_dit.nodes.loading import lazy_weights
+from int8_dit.nodes.loading import load as loading
+from int8_dit.nodes.loading.load import rebuild_int8_model
+
+KINDS = pytest.mark.parametrize("kind", ("W4A8", "W6A8", "Q8_0", "Q4_0"))
+
+
+@pytest.fixture
+def load(dit, tmp_path, monkeypatch):
+    """A MODEL of the glyph model's file of a kind, with lazy weights or without."""
+
+    def make(kind, lazy=True):
+        monkeypatch.setattr(loading, "are_copied", lambda device: lazy)
+        return dit.load(dit.write_as(tmp_path, kind))
+
+    return make
+
+
+@KINDS
+@pytest.mark.parametrize("inference", (False, True))
+def test_nothing_is_computed_before_it_is_read_and_then_the_same(dit, load, monkeypatch, kind, inference):
+    whole = load(kind, lazy=False)
+    moved, own = [], lazy_weights.to_device
+    monkeypatch.setattr(lazy_weights, "to_device", lambda *given: moved.append(1) or own(*given))
+    with torch.inference_mode(inference):
+        lazy = load(kind)
+    held, weights = lazy_pieces(lazy.model.diffusion_model), dit.int8_weights(lazy)
+    assert set(weights) == set(dit.int8_weights(whole)) == set(dit.LINEARS)
+    assert {f"{layer}.weight" for layer in dit.LINEARS} <= set(held) and not lazy_pieces(whole.model.diffusion_model)
+    assert lazy.model_size() == whole.model_size() and not moved
+    assert all(part.is_meta == (key in held) for key, part in lazy.model.diffusion_model.state_dict().items())
+    assert torch.equal(dit.output(lazy), dit.output(whole))
+
+
+@KINDS
+def test_it_is_saved_quantized_and_copied_as_what_is_held_whole(dit, load, tmp_path, kind):
+    lazy, whole = load(kind), load(kind, lazy=False)
+    files = [Path(dit.save(model, tmp_path / f"{name}.safetensors")) for name, model in (("a", lazy), ("b", whole))]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    files = [Path(dit.save(model, tmp_path / f"{name}.gguf")) for name, model in (("a", lazy), ("b", whole))]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    copied = [dit.snapshot(rebuild_int8_model(model.model, "fused int8")) for model in (lazy, whole)]
+    dit.assert_same_tensors(*copied)
+    lora = dit.lora(dit.LINEARS[:1])
+    assert torch.equal(*(dit.output(dit.with_lora(model, lora)) for model in (lazy, whole)))
+
+
+@pytest.mark.parametrize(
+    "value, says", ((0x7C00, "weight has a NaN or Inf in output channel 0"), (0x7BFF, None)), ids=("inf", "largest")
+)
+def test_a_row_that_is_no_number_is_refused_by_the_first_copy(dit, load, tmp_path, value, says):
+    """With file and layer, as by a load that reads it."""
+    layer = dit.LINEARS[3]
+    path = Path(dit.write_as(tmp_path, "Q8_0"))
+    content, blocks = bytearray(path.read_bytes()), stored(dit.stored(dit.load(path, memory="as stored"))[layer])
+    place = content.index(blocks.numpy().tobytes())
+    content[place : place + 2] = value.to_bytes(2, "little")  # the first block's size, a float16
+    path.write_bytes(content)
+    load("floats")
+    model = dit.load(path)
+    if says is None:
+        assert dit.output(model).isfinite().all()
+        return
+    with pytest.raises(ValueError, match=f"^Q8_0.gguf: layer {layer} cannot be quantized: {says}"):
+        dit.output(model)
