@@ -86,6 +86,8 @@ _INSTEAD = {
     "comfy.model_prefetch:pause_malloc_graph": (
         "ComfyUI's compiler may end the process when a MiniMax runs first, or is recorded"
     ),
+    "comfy.memory_management:TensorFileSlice": "with dynamic VRAM, GGUF files are read through their mapping",
+    "comfy.memory_management:read_tensor_file_slice_into": "with dynamic VRAM, files are read through their mapping",
     "comfy.memory_management:vram_aligned_size": _NOT_LAZY,
     "comfy.memory_management:interpret_gathered_like": _NOT_LAZY,
     "comfy.model_management:cast_to_gathered": _NOT_LAZY,

@@ -11,6 +11,8 @@ import numpy
 import torch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor, get_layout_class, register_layout_class
 
+from .file_slices import read_into
+
 NATIVE_FORMAT = "int8_tensorwise"
 """ComfyUI's own INT8, by the name that files have."""
 
@@ -134,7 +136,8 @@ def _copied(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not _crosses_slowly(x, device):
         return x.to(device=device)
     copy = torch.empty(x.shape, dtype=x.dtype, device=device)
-    _fill(copy, x)
+    if not read_into(copy, x):
+        _fill(copy, x)
     return copy
 
 

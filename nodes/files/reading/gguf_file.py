@@ -3,7 +3,7 @@
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ....kernels import GGUF_FORMATS
+from ...comfyui.file_slices import slices_of
 from ..attention_choices import CONFIG
 from ..errors import PART
 from ..holding import CAN_STAY_IN_GGUF, is_gguf, read_gguf_weight
@@ -51,9 +52,10 @@ def read_gguf(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
             "CLIP loader"
         )
     _check_places(reader, os.path.getsize(path))
+    tell_place = slices_of(path)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return {tensor.name: _tensor(reader, tensor) for tensor in reader.tensors}, metadata
+        return {tensor.name: _tensor(reader, tensor, tell_place) for tensor in reader.tensors}, metadata
 
 
 def with_lost_axes(tensors: Mapping[str, Any], architecture: Any) -> dict[str, Any]:
@@ -158,9 +160,10 @@ def _shape(reader: Any, tensor: Any) -> tuple[int, ...]:
     return shape
 
 
-def _tensor(reader: Any, tensor: Any) -> torch.Tensor:
+def _tensor(reader: Any, tensor: Any, tell_place: Callable[[torch.Tensor, int], None]) -> torch.Tensor:
     kind, shape = tensor.tensor_type.name, _shape(reader, tensor)
     data = torch.from_numpy(tensor.data)
+    tell_place(data, int(tensor.data_offset))
     if kind in _FLOATS:
         return data.view(_FLOATS[kind]).reshape(shape)
     if kind == "I8" and tensor.name.endswith(CONFIG):  # GGUF has no plain bytes

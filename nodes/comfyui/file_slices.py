@@ -1,0 +1,34 @@
+"""Tensors in a file as ComfyUI reads them with dynamic VRAM: past the file's mapping, and straight onto the card."""
+
+import threading
+from collections.abc import Callable
+
+import comfy.memory_management
+import torch
+
+_SLICE = "_comfy_tensor_file_slice"
+
+
+def slices_of(path: str) -> Callable[[torch.Tensor, int], None]:
+    """Return a function that tells ComfyUI from which byte of the file a tensor was mapped, whole and contiguous.
+
+    Without dynamic VRAM it does nothing: ComfyUI copies from the mapping.
+    """
+    slice_of = getattr(comfy.memory_management, "TensorFileSlice", None)
+    if slice_of is None or not getattr(comfy.memory_management, "aimdo_enabled", False):
+        return lambda tensor, offset: None
+    file, lock = open(path, "rb"), threading.Lock()  # noqa: SIM115 - open as long as a tensor is
+
+    def tell(tensor: torch.Tensor, offset: int) -> None:
+        of_file = slice_of(file, lock, offset, tensor.nbytes)
+        setattr(tensor.untyped_storage(), _SLICE, of_file)
+
+    return tell
+
+
+def read_into(copy: torch.Tensor, x: torch.Tensor) -> bool:
+    """Fill a tensor of a GPU from the file that `x` lies in, if ComfyUI knows the place; return whether it did."""
+    read = getattr(comfy.memory_management, "read_tensor_file_slice_into", None)
+    if read is None or not copy.is_cuda:
+        return False
+    return read(x, copy, stream=torch.cuda.current_stream(copy.device))
