@@ -30,32 +30,19 @@ _KNOWN_KEYWORDS = {"scale", "enable_gqa", "low_precision_attention", "transforme
 
 
 class AttentionCall(NamedTuple):
-    """An attention call.
+    """An attention call. Tensors that do not fit the form below have other axes."""
 
-    Attributes:
-        q, k, v: [batch, heads, tokens, width]; k and v may have fewer heads and other tokens. Tensors that do not fit
-            this form have other axes.
-        heads: those of q.
-        mask: of four axes, or None.
-        scale: the factor of the logits; None for the width to the power of -1/2.
-        grouped: whether several heads of q share one of k and v.
-        flat_output: whether the output is [batch, tokens, heads * width].
-        attn_precision: the dtype that the layer asks for in the logits, or None.
-        keywords: the other named arguments of the call, scale and grouping included.
-        otherwise: computes the call where nothing else does, with the arguments of ComfyUI's functions.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
+    q: torch.Tensor  # [batch, heads, tokens, width]
+    k: torch.Tensor  # the same with perhaps fewer heads and other tokens, as v
     v: torch.Tensor
-    heads: int
-    mask: torch.Tensor | None
-    scale: float | None
-    grouped: bool
-    flat_output: bool
-    attn_precision: torch.dtype | None
-    keywords: Mapping[str, Any]
-    otherwise: Callable[..., torch.Tensor]
+    heads: int  # those of q
+    mask: torch.Tensor | None  # of four axes
+    scale: float | None  # the factor of the logits; None for the width to the power of -1/2
+    grouped: bool  # whether several heads of q share one of k and v
+    flat_output: bool  # whether the output is [batch, tokens, heads * width]
+    attn_precision: torch.dtype | None  # what the layer asks for in the logits
+    keywords: Mapping[str, Any]  # the other named arguments of the call, scale and grouping included
+    otherwise: Callable[..., torch.Tensor]  # computes what nothing else does, with ComfyUI's arguments
 
 
 def read_call(
@@ -93,35 +80,23 @@ def _by_head(tensor: torch.Tensor, q: torch.Tensor, heads: int, skip_reshape: bo
 
 @dataclass(frozen=True)
 class Way:
-    """A way to compute attention calls on one device.
+    """A way to compute attention calls on one device."""
 
-    Attributes:
-        misfit: why it does not take a call, in words for the user, or None where it does.
-        attend: a call -> [batch, heads, tokens, width].
-        halves: the same in two functions, or None. The second takes what the first returns, which keeps no tensor of
-            the call.
-    """
-
-    misfit: Callable[[AttentionCall], str | None]
-    attend: Callable[[AttentionCall], torch.Tensor]
+    misfit: Callable[[AttentionCall], str | None]  # why it does not take a call, in words for the user
+    attend: Callable[[AttentionCall], torch.Tensor]  # -> [batch, heads, tokens, width]
+    # The same in two functions. The second takes what the first returns, which keeps no tensor of the call.
     halves: tuple[Callable[[AttentionCall], Any], Callable[[Any], torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """A value of the widget `attention`.
+    """A value of the widget `attention`. ComfyUI's own function computes calls that none of its ways takes."""
 
-    Attributes:
-        runs: what computes, in words for the user.
-        obstacle: why a device cannot have it, in words and with what to do, or None where it can.
-        ways: what it tries on a device, in this order; ComfyUI's own function computes calls that none takes.
-        in_int8: whether its first way rounds, so that a user has asked for it. It spares the first steps of a sampling
-            and the blocks that a calibration keeps exact, and says where it did not run.
-    """
-
-    runs: str
-    obstacle: Callable[[torch.device], str | None]
-    ways: Callable[[torch.device], tuple[Way, ...]]
+    runs: str  # what computes, in words for the user
+    obstacle: Callable[[torch.device], str | None]  # why a device cannot have it, in words and with what to do
+    ways: Callable[[torch.device], tuple[Way, ...]]  # what it tries on a device, in this order
+    # Whether its first way rounds, so that a user has asked for it. It spares the first steps of a sampling and the
+    # blocks that a calibration keeps exact, and says where it did not run.
     in_int8: bool
 
 

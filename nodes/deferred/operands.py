@@ -24,21 +24,14 @@ class Normed(NamedTuple):
     """norm(x) scale + shift. Linears take it, residuals without a shift, rotary positions without both.
 
     The dtype of the value may be wider than that of `x`, where the model norms in float32.
-
-    Attributes:
-        x: [B, T, K] or [T, K]; or heads of queries or keys, whose last axis is the head's.
-        norm: None for x as it is.
-        scale, shift: [B or 1, T or 1, K] with as many axes as `x`, or None; with `rows` [B or 1, M, K].
-        rows: int32 [T], which of the M rows each token has, or None.
-        all_heads: whether the norm is over the last two axes together.
     """
 
-    x: torch.Tensor
-    norm: Norm | None = None
-    scale: torch.Tensor | None = None
-    shift: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
-    all_heads: bool = False
+    x: torch.Tensor  # [B, T, K] or [T, K]; or heads of queries or keys, whose last axis is the head's
+    norm: Norm | None = None  # None for x as it is
+    scale: torch.Tensor | None = None  # [B or 1, T or 1, K] with as many axes as `x`; with `rows` [B or 1, M, K]
+    shift: torch.Tensor | None = None  # the same
+    rows: torch.Tensor | None = None  # int32 [T], which of the M rows each token has
+    all_heads: bool = False  # whether the norm is over the last two axes together
 
     @property
     def is_unmodulated(self) -> bool:

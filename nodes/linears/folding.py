@@ -23,22 +23,15 @@ from .int8_weight import is_int8
 @dataclass(frozen=True)
 class _Site:
     """A tensor that only `readers` read, and whose channels its producer can divide: a norm with a weight, after which
-    channels are at most scaled, or a linear.
+    channels are at most scaled, or a linear."""
 
-    Attributes:
-        producer: the module that has the channels.
-        readers: all linears that read the tensor.
-        parts: which parts of the producer's rows, each of as many rows as there are channels, are divided. A factor on
-            them reaches the readers, as through attention (from v) and through the linear half of a SwiGLU.
-        of: how many parts it has; None for any number.
-        scale: the one of `parts` that makes x (1 + scale) of a tensor x, if any; the other is added to that.
-    """
-
-    producer: str
-    readers: tuple[str, ...]
+    producer: str  # the module that has the channels
+    readers: tuple[str, ...]  # all linears that read the tensor
+    # Which parts of the producer's rows, each of as many rows as there are channels, are divided. A factor on them
+    # reaches the readers, as through attention (from v) and through the linear half of a SwiGLU.
     parts: tuple[int, ...] = (0,)
-    of: int | None = 1
-    scale: int | None = None
+    of: int | None = 1  # how many parts it has; None for any number
+    scale: int | None = None  # the one of `parts` that makes x (1 + scale) of a tensor x; the other is added to that
 
     def divisor(self, smooth: torch.Tensor, produced: torch.Tensor) -> torch.Tensor:
         """Return what the channels of a producer with this weight are divided by: the smoothing factors up to a common

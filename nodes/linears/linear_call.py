@@ -22,24 +22,15 @@ _KNOWN = frozenset(_ARGUMENTS)
 
 
 class LinearCall(NamedTuple):
-    """The arguments of a call of a linear.
+    """The arguments of a call of a linear."""
 
-    Attributes:
-        layer: the linear.
-        activation: of the input, by ComfyUI's name of it; None for none.
-        act_weight, act_eps: of "rms_norm"; from October 2026 on the weight may be the norm itself.
-        residual: what the product is added to, or None.
-        residual_scale: what the product is multiplied by first; None for one.
-        unknown: names of arguments that this file does not know.
-    """
-
-    layer: Any
-    activation: str | None = None
-    act_weight: torch.Tensor | torch.nn.Module | None = None
-    act_eps: float = 0.0
-    residual: torch.Tensor | None = None
-    residual_scale: torch.Tensor | None = None
-    unknown: tuple[str, ...] = ()
+    layer: Any  # the linear
+    activation: str | None = None  # of the input, by ComfyUI's name of it
+    act_weight: torch.Tensor | torch.nn.Module | None = None  # of "rms_norm"; from October 2026 on perhaps the norm
+    act_eps: float = 0.0  # of "rms_norm"
+    residual: torch.Tensor | None = None  # what the product is added to
+    residual_scale: torch.Tensor | None = None  # what the product is multiplied by first; None for one
+    unknown: tuple[str, ...] = ()  # names of arguments that this file does not know
 
     def activated(self, x: torch.Tensor) -> torch.Tensor:
         """Return the activated input in floats, as ComfyUI computes it. Raises TypeError for unknown arguments and

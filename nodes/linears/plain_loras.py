@@ -13,17 +13,12 @@ from ..files.holding import is_stored
 
 
 class StoredLoRA(LowVramPatch):
-    """The plain LoRAs of a stored weight.
-
-    Attributes:
-        low_rank: the factors of all, on the device where the MODEL runs: they are small, and every product reads them.
-        scale: float32 [N, 1], what they add to the scale of each row as INT8.
-    """
+    """The plain LoRAs of a stored weight."""
 
     def __init__(self, key: str, patches: Sequence[tuple], low_rank: LowRank, scale: torch.Tensor) -> None:
         super().__init__(key, {key: patches})
-        self.low_rank = low_rank
-        self.scale = scale
+        self.low_rank = low_rank  # all factors, on the MODEL's device: they are small, and every product reads them
+        self.scale = scale  # float32 [N, 1], what they add to the scale of each row as INT8
 
 
 def stored_lora(weight: Any, functions: list) -> StoredLoRA | None:

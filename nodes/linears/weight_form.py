@@ -30,21 +30,13 @@ class InputForm(NamedTuple):
 
 
 class WeightForm(NamedTuple):
-    """The properties of an INT8 weight beside its numbers.
+    """The properties of an INT8 weight beside its numbers."""
 
-    Attributes:
-        own: whether this pack's loader holds it, and not one of ComfyUI's.
-        kind: of a stored weight, which becomes INT8 for each product; None for INT8.
-        unsmoothed: how its input is quantized, without smoothing factors.
-        smoothed: whether the weight has smoothing factors.
-        native: whether ComfyUI's own INT8 could compute the linear.
-    """
-
-    own: bool
-    kind: StoredKind | None
-    unsmoothed: InputForm
-    smoothed: bool
-    native: bool
+    own: bool  # whether this pack's loader holds it, and not one of ComfyUI's
+    kind: StoredKind | None  # of a stored weight, which becomes INT8 for each product; None for INT8
+    unsmoothed: InputForm  # how its input is quantized, without smoothing factors
+    smoothed: bool  # whether the weight has smoothing factors
+    native: bool  # whether ComfyUI's own INT8 could compute the linear
 
     def input_form(self, weight: Any) -> InputForm:
         """Return how the input of a linear with this weight is quantized."""

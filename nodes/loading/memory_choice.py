@@ -31,15 +31,10 @@ _IMAGE, _VIDEO = (1024, 1024, 1), (832, 480, 81)  # width, height, frames
 
 
 class MemoryChoice(NamedTuple):
-    """How a MODEL holds weights in fewer bits, decided once, when it is loaded.
+    """How a MODEL holds weights in fewer bits, decided once, when it is loaded."""
 
-    Attributes:
-        as_stored: whether they stay in the file's bits.
-        why: a clause for the line on the node; empty where nothing was decided.
-    """
-
-    as_stored: bool
-    why: str = ""
+    as_stored: bool  # whether they stay in the file's bits
+    why: str = ""  # a clause for the line on the node; empty where nothing was decided
 
 
 def choose_memory(

@@ -39,21 +39,13 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class Summary:
-    """What a MODEL runs, or a CLIP's text encoders.
+    """What a MODEL runs, or a CLIP's text encoders."""
 
-    Attributes:
-        linears: their number by what they compute with, the INT8 ones first.
-        attention: what it computes with; None of text encoders, where the pack has no part in it.
-        int8: how many linears compute in INT8 on this pack's kernel, or on its CPU reference.
-        native: how many `auto` leaves to ComfyUI's own INT8.
-        memory: how its weights in fewer bits are held, and why; empty where nothing was decided.
-    """
-
-    linears: dict[str, int]
-    attention: str | None
-    int8: int = 0
-    native: int = 0
-    memory: str = ""
+    linears: dict[str, int]  # their number by what they compute with, the INT8 ones first
+    attention: str | None  # what it computes with; None of text encoders, where the pack has no part in it
+    int8: int = 0  # how many linears compute in INT8 on this pack's kernel, or on its CPU reference
+    native: int = 0  # how many `auto` leaves to ComfyUI's own INT8
+    memory: str = ""  # how its weights in fewer bits are held, and why; empty where nothing was decided
 
     def __str__(self) -> str:
         (kind, count), *others = self.linears.items() or [("in this model", 0)]

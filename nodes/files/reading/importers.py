@@ -28,22 +28,14 @@ _LAB_PARTS = ("wq", "ws", "smooth")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of a file, in ComfyUI's conventions as soon as all importers ran.
+    """The content of a file, in ComfyUI's conventions as soon as all importers ran."""
 
-    Attributes:
-        name: of the file, for messages.
-        tensors: by name; nobody else holds this dict.
-        branch: which model is wanted, one of BRANCHES. Only a file that holds both has a choice.
-        base: reads the checkpoint that completes a part of a model, or raises ValueError naming its file.
-        architecture: the class of models that ComfyUI takes the tensors for; None until all of the file is read.
-    """
-
-    name: str
-    tensors: dict[str, torch.Tensor]
+    name: str  # of the file, for messages
+    tensors: dict[str, torch.Tensor]  # by name; nobody else holds this dict
     metadata: dict[str, str]
-    branch: str = BRANCHES[0]
-    base: "Callable[[], Checkpoint] | None" = None
-    architecture: Any = None
+    branch: str = BRANCHES[0]  # which model is wanted. Only a file that holds both has a choice.
+    base: "Callable[[], Checkpoint] | None" = None  # reads what completes a part of a model; ValueError names its file
+    architecture: Any = None  # the class of models that ComfyUI takes the tensors for; None until all of it is read
 
 
 def _one_branch(checkpoint: Checkpoint) -> Checkpoint:

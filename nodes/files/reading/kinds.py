@@ -16,19 +16,15 @@ _UNSAFE = "it can run code when loaded and is not read; convert it to safetensor
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file.
-
-    Attributes:
-        pattern: in bytes of the beginning of a file that is no safetensors file; in text of the name of one of its
-            tensors, behind which a quant config's text follows: `=` and JSON.
-        packed: whether it is a model whose layers nothing here reads. Others are named only where ComfyUI sees no
-            diffusion model, since a file can hold several models.
-    """
+    """A kind of file. One that is not packed is named only where ComfyUI sees no diffusion model: a file can hold
+    several models."""
 
     name: str  # with its article
     advice: str
+    # In bytes of the beginning of a file that is no safetensors file; in text of the name of one of its tensors, behind
+    # which a quant config's text follows: `=` and JSON.
     pattern: bytes | str
-    packed: bool = False
+    packed: bool = False  # whether it is a model whose layers nothing here reads
 
 
 FILE_KINDS = (  # what is packed before what is not

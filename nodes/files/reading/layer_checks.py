@@ -27,19 +27,13 @@ _Shapes = Callable[[int, int], tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True)
 class _Part:
-    """What a tensor of a layer may be, beside weight, bias and quant config.
+    """What a tensor of a layer may be, beside weight, bias and quant config."""
 
-    Attributes:
-        check: (name, tensor, weight) raises ValueError for values that no quantizer writes.
-        shapes: by the two sizes of the weight as it is stored; None where something else looks.
-        dtypes: uint8 stands for the first.
-        needed: whether each layer of the format has it.
-    """
-
+    # (name, tensor, weight) raises ValueError for values that no quantizer writes.
     check: Callable[[str, torch.Tensor, torch.Tensor], None]
-    shapes: _Shapes | None = None
-    dtypes: tuple[torch.dtype, ...] = WEIGHT_DTYPES
-    needed: bool = True
+    shapes: _Shapes | None = None  # by the two sizes of the weight as it is stored; None where something else looks
+    dtypes: tuple[torch.dtype, ...] = WEIGHT_DTYPES  # uint8 stands for the first
+    needed: bool = True  # whether each layer of the format has it
 
 
 _SMALL = 1 << 20  # elements that are looked at for a NaN

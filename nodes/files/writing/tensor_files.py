@@ -108,19 +108,12 @@ def write_safetensors(
 
 @dataclass(frozen=True)
 class PendingGGUF:
-    """A tensor that is about to be written.
+    """A tensor that is about to be written."""
 
-    Attributes:
-        shape: as the model has it.
-        type: ggml's name of the type, such as Q4_K or F16.
-        make: gives its values once: uint8 blocks, or numbers of that type.
-        transform: of an INT8 weight, what was done to its channels.
-    """
-
-    shape: tuple[int, ...]
-    type: str
-    make: Make
-    transform: ChannelTransform | None = None
+    shape: tuple[int, ...]  # as the model has it
+    type: str  # ggml's name of it, such as Q4_K or F16
+    make: Make  # gives its values once: uint8 blocks, or numbers of that type
+    transform: ChannelTransform | None = None  # of an INT8 weight, what was done to its channels
 
 
 def plain_type(dtype: torch.dtype) -> str:
