@@ -30,7 +30,7 @@ def made_up_prompt(model: ModelPatcher, latent: dict, check: Callable[[], object
     The MODEL is sampled with features of odd widths. The first layer that reads another width stops it, and says which.
     `check` is called between the tries, and raises on cancel.
     """
-    model, widths = model.clone(), {}
+    model, widths, generator = model.clone(), {}, torch.Generator()
     model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, DEFERRED)  # it would take the stop for its own failure
 
     def stop(module: Any, args: tuple) -> None:
@@ -41,7 +41,23 @@ def made_up_prompt(model: ModelPatcher, latent: dict, check: Callable[[], object
     layers = [layer for layer in model.model.diffusion_model.modules() if _width_of(layer)]
     hooks = [layer.register_forward_pre_hook(stop) for layer in layers]
     try:
-        return next(filter(None, (_fitted(model, latent, widths, beside, check) for beside in _BESIDE)), None)
+        for beside in _BESIDE:
+            widths |= _WIDTHS
+            generator.manual_seed(0)
+            for _ in range(_TRIES):
+                check()
+                text = torch.randn(1, _TOKENS, widths["text"], generator=generator)
+                pooled = torch.randn(1, widths["pooled"], generator=generator)
+                prompt = [[text, {"pooled_output": pooled, **beside}]]
+                try:
+                    sample_euler(model, prompt, latent, 1, lambda *_: None)
+                except _Width as found:
+                    widths |= [found.args]
+                except FAILURES:
+                    break
+                else:
+                    return prompt
+        return None
     finally:
         for hook in hooks:
             hook.remove()
@@ -51,29 +67,3 @@ def _width_of(module: torch.nn.Module) -> int | None:
     """Return how wide the input of a linear or norm is; None of any other module."""
     shape: Any = getattr(module, "normalized_shape", None)
     return getattr(module, "in_features", None) or (shape[-1] if shape else None)
-
-
-def _fitted(
-    model: ModelPatcher,
-    latent: dict,
-    widths: dict[str, int],
-    beside: dict[str, torch.Tensor],
-    check: Callable[[], object],
-) -> list | None:
-    """Return a prompt of the widths that the layers of a MODEL read, None where it fails otherwise. `widths`, by which
-    its layers stop it, becomes these."""
-    widths |= _WIDTHS
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(_TRIES):
-        check()
-        text = torch.randn(1, _TOKENS, widths["text"], generator=generator)
-        prompt = [[text, {"pooled_output": torch.randn(1, widths["pooled"], generator=generator), **beside}]]
-        try:
-            sample_euler(model, prompt, latent, 1, lambda *_: None)
-        except _Width as found:
-            widths |= [found.args]
-        except FAILURES:
-            return None
-        else:
-            return prompt
-    return None
