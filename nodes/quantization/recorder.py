@@ -38,26 +38,23 @@ class Recording:
 
     def __init__(self) -> None:
         self._records: dict[tuple[str | None, torch.device], Calibration] = {}
-        self._latest: Calibration | None = None
 
     def begin(self, shapes: Shapes, device: torch.device) -> Calibration:
         """Return the calibration that a sampling fills: one for all samplings of the executing node, so that those of a
         tiled upscaler take no more memory."""
         context = get_executing_context()
         node = None if context is None else context.node_id
-        self._latest = self._records.setdefault((node, device), Calibration(shapes))
-        return self._latest
+        return self._records.setdefault((node, device), Calibration(shapes))
 
     def check_latest(self) -> None:
         """Raise ValueError naming the layer that was the first to get a NaN or Inf, if one did in the latest calls. It
         waits for the device once."""
-        if self._latest is None:
-            return
-        peaks = [peak for peak in (seen.latest_peak for seen in self._latest.statistics.values()) if peak is not None]
-        # Peaks of an earlier sampling lie in host memory.
-        for device in {peak.device for peak in peaks}:
-            if not bool(torch.isfinite(torch.stack([peak for peak in peaks if peak.device == device])).all()):
-                self._latest.check_finite()
+        for record in self._records.values():
+            peaks = [peak for seen in record.statistics.values() if (peak := seen.latest_peak) is not None]
+            # Peaks of an earlier sampling lie in host memory.
+            for device in {peak.device for peak in peaks}:
+                if not bool(torch.isfinite(torch.stack([peak for peak in peaks if peak.device == device])).all()):
+                    record.check_finite()
 
     def calibration(self, nodes: Collection[str] | None = None) -> Calibration:
         """Merge what these nodes of the graph and those that they expanded into recorded (None: all nodes).
