@@ -172,12 +172,11 @@ def quantize_model(
         busiest = max(statistics.values(), key=lambda seen: seen.calls)
         seen = {"calls": busiest.calls, "rows": len(busiest.sample.rows)}
         attention = {block: error.error for block, error in calibration.attention.items() if error.calls}
-    said = settings.described(), number_of_linears, seen, tuple(layers), protected
-    report = QuantizationReport(*said, attention=attention)
 
     progress.say("building the INT8 model")
     quantized = _with_quantized_layers(model, results, in_floats, kernel)
-    report = replace(report, size=quantized.model_size(), size_before=model.model_size())
+    said = settings.described(), number_of_linears, seen, tuple(layers), protected
+    report = QuantizationReport(*said, quantized.model_size(), model.model_size(), attention)
     before = recipe_of(model)
     # What an earlier calibration showed of attention holds until another shows it.
     earlier = {ATTENTION: before[ATTENTION]} if ATTENTION in before else {}

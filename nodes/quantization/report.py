@@ -41,13 +41,6 @@ class LayerReport:
         """The error that is left: none in bf16."""
         return 0.0 if self.held_in == BF16 and self.error is not None else self.error
 
-    @property
-    def place(self) -> tuple[str, int | None, str]:
-        """The name of its list of blocks ("layers"), the number of its block, and its name inside of it; outside the
-        blocks "", None and its whole name."""
-        found = block_of(self.name)
-        return (found[0][:-1], found[1], found[2][1:]) if found else ("", None, self.name)
-
 
 @dataclass(frozen=True)
 class QuantizationReport:
@@ -184,7 +177,8 @@ class QuantizationReport:
         """
         kinds: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for layer in self.layers:
-            blocks, number, kind = layer.place
+            found = block_of(layer.name)
+            blocks, number, kind = (found[0][:-1], found[1], found[2][1:]) if found else ("", None, layer.name)
             mark = {"layer": layer.name, "block": number, "before": rounded(layer.fragility)}
             mark |= {"after": rounded(layer.error_as_held), "held_in": layer.held_in, "protected": layer.protected}
             kinds.setdefault(blocks, {}).setdefault(kind, []).append(mark)

@@ -15,8 +15,8 @@ import pytest
     ),
 )
 def test_the_block_and_kind_of_a_layer(report_of, name, blocks, number, kind):
-    (layer,) = report_of({name: (0.01, 0.01)}).layers
-    assert layer.place == (blocks, number, kind)
+    (panel,) = report_of({name: (0.01, 0.01)}).chart()["panels"]
+    assert (panel["blocks"], panel["marks"][0]["block"], panel["kind"]) == (blocks, number, kind)
 
 
 ERRORS = {
