@@ -223,7 +223,6 @@ DROPS = {
     "fingerprint_inputs": "a node's other inputs do not change what it says of itself",
     "_patch_once": "a callback of ComfyUI's, told how a MODEL was loaded",
     "_load_again": "a callback of ComfyUI's",
-    "_tell_linears": "a callback of ComfyUI's, told how a MODEL was loaded",
     "patch": "a callback of ComfyUI's, told how a MODEL was loaded",
     "execute": "the ticks of a node, which ComfyUI checks",
 }

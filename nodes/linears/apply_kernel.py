@@ -111,13 +111,9 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
             patched.add_object_patch(layout, FORWARDED_LAYOUT)
     if names:
         let_patches_act(patched, show_whole)
-        patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, _tell_linears)
+        # Once their classes are in place.
+        patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, lambda m, *_: name_linears(root_of(m)[0]))
     return patched
-
-
-def _tell_linears(model: ModelPatcher, *_: object) -> None:
-    """Set the linears' names, once their classes are in place."""
-    name_linears(root_of(model)[0])
 
 
 def _warn(kernel: str, node: str, model: ModelPatcher) -> None:
