@@ -94,22 +94,16 @@ def _exact_class(own: Any) -> type:
     return ExactAttentionBlock
 
 
-# Of the attention calls of the model call that runs now: a reason for each kind that the first way did not take, None
-# for those that it took.
-_notes: ContextVar[set[str | None] | None] = ContextVar("int8_dit_attention_notes", default=None)
+# Of the model call that runs now: whether it is one of the first steps of a sampling, and for its attention calls a
+# reason for each kind that the first way did not take, None for those that it took.
+_model_call: ContextVar[tuple[bool, set[str | None]]] = ContextVar("int8_dit_model_call", default=(False, set()))
 
 
 @torch.compiler.assume_constant_result
 def _note(misfit: str | None) -> bool:
     """Note whether the first way took an attention call; in a compiled model only while that is traced."""
-    notes = _notes.get()
-    if notes is not None:
-        notes.add(misfit)
+    _model_call.get()[1].add(misfit)
     return True
-
-
-# Whether the model call that runs now is one of the first steps of a sampling.
-_first_steps: ContextVar[bool] = ContextVar("int8_dit_first_steps", default=False)
 
 
 class _Schedule:
@@ -195,7 +189,7 @@ class AttentionOverride:
         call = read_call(otherwise, q, k, v, heads, *args, **kwargs)
         first = None
         # A compiled model does in each step what it did when it was traced.
-        exact = not torch.compiler.is_compiling() and _first_steps.get()
+        exact = not torch.compiler.is_compiling() and _model_call.get()[0]
         for way in self._ways[1:] if exact else self._ways:
             misfit = way.misfit(call)
             first = first or misfit
@@ -228,12 +222,11 @@ class AttentionOverride:
         notes: set[str | None] = set()
         options = (given for given in (*args, *kwargs.values()) if isinstance(given, dict) and "sample_sigmas" in given)
         is_first = self._schedule.begins_with(next(options, {}))
-        tokens = _notes.set(notes), _first_steps.set(is_first)
+        token = _model_call.set((is_first, notes))
         try:
             output = call_beside_choices(self, self._before, executor, args, kwargs)
         finally:
-            _notes.reset(tokens[0])
-            _first_steps.reset(tokens[1])
+            _model_call.reset(token)
         if is_first:
             return output
         if None in notes and len(notes) > 1 and notes != self._noted:

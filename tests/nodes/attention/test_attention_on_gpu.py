@@ -44,11 +44,11 @@ def tensors(batch, kv_heads, queries, keys, width, dtype, by_head):
 def both(override, qkv, **options):
     """ComfyUI's attention, and the same with the override, by INT8 attention and no other."""
     notes = set()
-    token = attention._notes.set(notes)
+    token = attention._model_call.set((False, notes))
     with torch.inference_mode():
         expected = attention_pytorch(*qkv, HEADS, **options)
         actual = overridden(attention_pytorch, override, qkv, HEADS, **options)
-    attention._notes.reset(token)
+    attention._model_call.reset(token)
     assert notes == {None}
     return expected, actual
 

@@ -256,11 +256,10 @@ def test_compiles_into_one_graph(install, of_today, monkeypatch, kind, fits, in_
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     seen = set()
-    tokens = attention._notes.set(seen), attention._first_steps.set(True)  # the same in each step
+    token = attention._model_call.set((True, seen))  # the same in each step
     for _ in range(2):
         torch.testing.assert_close(compiled(*qkv), core.attention_pytorch(*qkv, HEADS))
-    attention._notes.reset(tokens[0])
-    attention._first_steps.reset(tokens[1])
+    attention._model_call.reset(token)
     assert seen == ({None} if fits else {"the model asks for more precision"})
     assert len(calls) == (2 if fits else 0)
 
