@@ -1,18 +1,15 @@
 """Writing safetensors and GGUF files tensor by tensor: bounded memory, a cancel between tensors, a new file or none.
 
 The package safetensors serializes all tensors at once: a second copy of a model in memory, and no moment at which the
-user's cancel is heard. The package gguf numbers types, but would write the values from one dict of arrays, and a header
-only to a file. Here the header is made in memory, by the format's specification: magic, version, number of tensors and
-of metadata entries (uint32, uint64), the entries, and of each tensor name, dimensions, type and offset.
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+user's cancel is heard. The package gguf would write the values from one dict of arrays, so it makes only the header.
 """
 
 import json
 import math
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 
 import torch
 
@@ -38,8 +35,6 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 
-_VERSION = 3
-_ALIGNMENT = 32  # GGUF's default
 _MOST_NAME_BYTES = 127  # readers written in C keep a name in 128 bytes
 _MOST_DIMENSIONS = 4
 _PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8")  # as safetensors calls them, too
@@ -139,15 +134,12 @@ def write_gguf(
     missing.
     """
     gguf = gguf_package()
-    kinds, text = gguf.GGUFValueType, struct.pack("<I", gguf.GGUFValueType.STRING)
-    values = {
-        "general.architecture": text + _string(architecture),
-        "general.quantization_version": struct.pack("<II", kinds.UINT32, gguf.GGML_QUANT_VERSION),
-    }
+    writer, header, made = gguf.GGUFWriter(None, architecture), BytesIO(), {}
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if file_type is not None:
-        values["general.file_type"] = struct.pack("<II", kinds.UINT32, gguf.LlamaFileType[file_type])
-    values |= {key: text + _string(value) for key, value in metadata.items()}
-    entries, made, offset = [], {}, 0
+        writer.add_file_type(gguf.LlamaFileType[file_type])
+    for key, value in metadata.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.STRING)
     for name, tensor in tensors.items():
         if len(name.encode()) > _MOST_NAME_BYTES:
             raise ValueError(
@@ -161,20 +153,13 @@ def write_gguf(
             raise ValueError(f"{name}: rows of {shape[-1]} weights do not divide into blocks of {weights}")
         size = count // weights * block_bytes
         if len(shape) > _MOST_DIMENSIONS:
-            values[ORIGINAL_SHAPE + name] = struct.pack(
-                f"<IIQ{len(shape)}i", kinds.ARRAY, kinds.INT32, len(shape), *shape
-            )
+            writer.add_array(ORIGINAL_SHAPE + name, shape)
             shape = (shape[0], math.prod(shape[1:]))
-        dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        entries.append(_string(name) + dimensions + struct.pack("<IQ", kind, offset))
+        writer.add_tensor_info(name, shape, None, size, kind)
         made[name] = size, tensor.make
-        offset += size + -size % _ALIGNMENT
-    counts = struct.pack("<4sIQQ", b"GGUF", _VERSION, len(entries), len(values))
-    header = b"".join([counts, *(_string(key) + value for key, value in values.items()), *entries])
-    header += bytes(-len(header) % _ALIGNMENT)
-    return write_new_file(destination, header, made, _ALIGNMENT)
-
-
-def _string(text: str) -> bytes:
-    encoded = text.encode()
-    return struct.pack("<Q", len(encoded)) + encoded
+    writer.fout, writer.state = [header], gguf.WriterState.EMPTY  # as if it had opened a file
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.write_padding(header, header.tell())
+    return write_new_file(destination, header.getvalue(), made, writer.data_alignment)
