@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -78,8 +77,7 @@ def _by_head(tensor: torch.Tensor, q: torch.Tensor, heads: int, skip_reshape: bo
     return tensor.transpose(1, 2) if tensor.ndim == 4 else tensor
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """A way to compute attention calls on one device."""
 
     misfit: Callable[[AttentionCall], str | None]  # why it does not take a call, in words for the user
@@ -88,8 +86,7 @@ class Way:
     halves: tuple[Callable[[AttentionCall], Any], Callable[[Any], torch.Tensor]] | None = None
 
 
-@dataclass(frozen=True)
-class AttentionKind:
+class AttentionKind(NamedTuple):
     """A value of the widget `attention`. ComfyUI's own function computes calls that none of its ways takes."""
 
     runs: str  # what computes, in words for the user

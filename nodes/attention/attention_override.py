@@ -139,11 +139,8 @@ class _Schedule:
 class AttentionOverride:
     """An attention override of ComfyUI's: each call goes to the first way that takes it, else to ComfyUI's function.
 
-    Args:
-        kind: what the user chose.
-        device: where the MODEL runs.
-        outer: the override that was there before. It is called as ComfyUI calls it, with this one in place of
-            ComfyUI's function, so that it still changes its inputs.
+    `outer` is the override that was there before. It is called as ComfyUI calls it, with this one in place of ComfyUI's
+    function, so that it still changes its inputs.
     """
 
     def __init__(self, kind: AttentionKind, device: torch.device, outer: Attention | None = None) -> None:
@@ -248,12 +245,7 @@ def _unseen(function: Callable[[Any], Any], given: Any) -> Any:
         return function(given)
     with hidden_calls():
         if isinstance(given, AttentionCall):
-            given = given._replace(
-                q=values_of(given.q),
-                k=values_of(given.k),
-                v=values_of(given.v),
-                mask=values_of(given.mask),
-            )
+            given = given._replace(**{name: values_of(getattr(given, name)) for name in ("q", "k", "v", "mask")})
         return function(given)
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ _AGAIN = "download the file itself again"
 _UNSAFE = "it can run code when loaded and is not read; convert it to safetensors"
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of file. One that is not packed is named only where ComfyUI sees no diffusion model: a file can hold
     several models."""
 

@@ -8,8 +8,8 @@ at that make an image wrong: what else a layer has, and how it is packed, ComfyU
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from comfy.quant_ops import QUANT_ALGOS
@@ -25,8 +25,7 @@ _Tensors = Mapping[str, torch.Tensor]
 _Shapes = Callable[[int, int], tuple[tuple[int, ...], ...]]
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """What a tensor of a layer may be, beside weight, bias and quant config."""
 
     # (name, tensor, weight) raises ValueError for values that no quantizer writes.
