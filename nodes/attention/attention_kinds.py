@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import comfy_kitchen
 import torch
 
-from ...kernels import exact_attention, fastest_way, int8_attention, int8_attention_obstacle
+from ...kernels import FLOAT_DTYPES, exact_attention, fastest_way, int8_attention, int8_attention_obstacle
 from ..comfyui.attention import comfyuis_attention, is_pytorch_attention, pytorch_attentions
 
 _comfy_kitchen: Any = comfy_kitchen  # what it has is asked for at run time
@@ -22,8 +22,7 @@ KEEPS_EXACT = "int8_dit_exact_attention"
 _KITCHEN_VERSION = "0.2.29"  # the first with INT8 attention
 _KITCHEN_OLDEST = (7, 5)
 _WIDEST_HEAD = 256
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MASK_DTYPES = (torch.bool, *_DTYPES)
+_MASK_DTYPES = (torch.bool, *FLOAT_DTYPES)
 _MOST_HEADS = 65535  # of all samples together: what a grid of CUDA has room for
 _KNOWN_KEYWORDS = {"scale", "enable_gqa", "low_precision_attention", "transformer_options", "_inside_attn_wrapper"}
 
@@ -178,7 +177,7 @@ def _int8_misfit(device: torch.device, call: AttentionCall) -> str | None:
         return "the model asks for more precision"
     if call.q.device.type != device.type:
         return f"it runs on {call.q.device.type}"
-    if call.q.dtype not in _DTYPES or not call.q.dtype == call.k.dtype == call.v.dtype:
+    if call.q.dtype not in FLOAT_DTYPES or not call.q.dtype == call.k.dtype == call.v.dtype:
         return "its tensors are not all of float16, of bfloat16 or of float32"
     if torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad):
         return "gradients are asked for"

@@ -33,8 +33,7 @@ from .attention_kinds import AS_COMFYUI, ATTENTION_KINDS, KEEPS_EXACT, Attention
 logger = logging.getLogger(__name__)
 
 _KEY = "int8_dit_attention"
-_EXACT_STEP_IN = 6
-"""INT8 attention leaves the first of so many steps of a sampling exact."""
+_EXACT_STEP_IN = 6  # INT8 attention leaves the first of so many steps of a sampling exact
 
 
 def check_attention(choice: str, device: torch.device) -> None:

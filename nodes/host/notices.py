@@ -3,8 +3,7 @@
 import functools
 import logging
 import sys
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from comfy_execution.utils import get_executing_context
@@ -89,8 +88,7 @@ def _said_in(prompt_id: str) -> set[tuple[str, str]]:
     return set()
 
 
-@dataclass(frozen=True)
-class Badge:
+class Badge(NamedTuple):
     """One line inside a node (web/results.js)."""
 
     severity: Literal["good", "note", "warn"]  # its colour
@@ -101,4 +99,4 @@ class Badge:
 
 def badges_output(*badges: Badge) -> dict[str, list[dict]]:
     """The ui result of a node that shows these."""
-    return {"int8_dit_badges": [asdict(badge) for badge in badges]}
+    return {"int8_dit_badges": [badge._asdict() for badge in badges]}

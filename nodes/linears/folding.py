@@ -5,9 +5,8 @@ tests check every rule against the class itself.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -20,8 +19,7 @@ from ..files.writing.tensor_files import PendingTensor, Tensors
 from .int8_weight import is_int8
 
 
-@dataclass(frozen=True)
-class _Site:
+class _Site(NamedTuple):
     """A tensor that only `readers` read, and whose channels its producer can divide: a norm with a weight, after which
     channels are at most scaled, or a linear."""
 
@@ -88,7 +86,7 @@ def _sites(model: ModelPatcher) -> Iterator[_Site]:
     for prefix, block in modules.items():
         for site in _SITES.get(f"{type(block).__module__}.{type(block).__qualname__}", ()):
             dot = f"{prefix}." if prefix else ""
-            named = replace(site, producer=dot + site.producer, readers=tuple(dot + name for name in site.readers))
+            named = site._replace(producer=dot + site.producer, readers=tuple(dot + name for name in site.readers))
             if named.producer not in modules or any(name not in modules for name in named.readers):
                 continue
             weights = [weight_below_patches(model, f"{DIFFUSION_MODEL}{name}.weight") for name in named.readers]

@@ -23,8 +23,7 @@ MEMORY_CHOICES = (AUTO, INT8, AS_STORED)
 """What the widget `memory` says. Files without weights in fewer bits are loaded alike by all three."""
 
 _CHOICE_KEY = "int8_dit_memory_choice"
-_MODELS_OF_A_STEP = {"Ideogram4": 2}
-"""Where it is not one."""
+_MODELS_OF_A_STEP = {"Ideogram4": 2}  # where it is not one
 _IMAGES_IN_VIDEO_LATENTS = {"Anima", "CosmosT2IPredict2", "HunyuanImage21Refiner", "JoyImage", "Krea2", "QwenImage"}
 """Families that draw one image in latents of three dimensions, which those of videos have."""
 _IMAGE, _VIDEO = (1024, 1024, 1), (832, 480, 81)  # width, height, frames

@@ -4,9 +4,8 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -190,8 +189,7 @@ def disarmed(model: ModelPatcher) -> ModelPatcher:
     return clone
 
 
-@dataclass(frozen=True)
-class CalibrationRun:
+class CalibrationRun(NamedTuple):
     """Samples each prompt once, as the user would, to record the inputs of a MODEL's linears. Other attributes are
     arguments of `host.sampling.sample`."""
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -197,7 +196,7 @@ def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
         if name.endswith(CONFIG):
             own[name] = tensor
         elif name in int8:
-            own |= {key: replace(piece, make=_naming(name)(piece.make)) for key, piece in int8[name].items()}
+            own |= {key: piece._replace(make=_naming(name)(piece.make)) for key, piece in int8[name].items()}
         elif layer not in quantized or part in ("weight", "bias"):
             with _naming(name):
                 own[name] = _of_model(model, name, part == "weight" and layer in layers, type)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
 import comfy.utils
 import safetensors
@@ -43,7 +42,7 @@ def read_checkpoint(path: str, branch: str = BRANCHES[0], base: Callable[[], Che
             raise ValueError(f"{name} is not a diffusion model that this ComfyUI knows{what}")
         if path.lower().endswith(".gguf"):
             tensors = with_lost_axes(tensors, architecture)
-        return replace(checkpoint, tensors=tensors, architecture=architecture)
+        return checkpoint._replace(tensors=tensors, architecture=architecture)
 
 
 def _read(path: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:

@@ -6,8 +6,7 @@ config `X.comfy_quant` (quant_config.py). A file can be of several origins.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.model_detection
 import comfy.ops
@@ -26,8 +25,7 @@ BRANCHES = ("conditional", "unconditional")
 _LAB_PARTS = ("wq", "ws", "smooth")
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """The content of a file, in ComfyUI's conventions as soon as all importers ran."""
 
     name: str  # of the file, for messages
@@ -61,7 +59,7 @@ def _one_branch(checkpoint: Checkpoint) -> Checkpoint:
     _check_shapes(f"{branch}.", linears, shapes)
     missing = [key for key in shapes if key not in linears]
     if not missing:
-        return replace(checkpoint, tensors=linears)
+        return checkpoint._replace(tensors=linears)
     if checkpoint.base is None:
         raise ValueError(
             f"{checkpoint.name} is a Transformer Lab INT8 file, which holds only linear layers of Ideogram 4: "
@@ -82,7 +80,7 @@ def _one_branch(checkpoint: Checkpoint) -> Checkpoint:
     # With a quantized weight its quant config and its scales are taken.
     layers = {key.removesuffix(".weight") for key in missing if key.endswith(".weight")}
     taken = {key: t for key, t in others.items() if key in missing or key.rpartition(".")[0] in layers}
-    return replace(checkpoint, tensors=taken | linears)
+    return checkpoint._replace(tensors=taken | linears)
 
 
 def _linears(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -162,7 +160,7 @@ def _with_configs_of_gguf(checkpoint: Checkpoint) -> Checkpoint:
         for part in (name, f"{layer}.{quant_config.SCALE}"):
             if part in tensors:
                 tensors[part] = holdable(tensors[part])
-    return replace(checkpoint, tensors=tensors)
+    return checkpoint._replace(tensors=tensors)
 
 
 _TOLD = "_quantization_metadata"
@@ -198,7 +196,7 @@ def _with_configs_of_metadata(checkpoint: Checkpoint) -> Checkpoint:
                 f"{key} is {str(own)[:200]}, but the metadata entry {_TOLD} says {str(other)[:200]}; "
                 "download the file again or use another"
             )
-    return replace(checkpoint, tensors=tensors, metadata=metadata)
+    return checkpoint._replace(tensors=tensors, metadata=metadata)
 
 
 def _of_diffusion_model(checkpoint: Checkpoint) -> Checkpoint:
@@ -208,10 +206,10 @@ def _of_diffusion_model(checkpoint: Checkpoint) -> Checkpoint:
     if not tensors:
         return checkpoint
     # Again without the prefix, since the metadata may name layers either way, and those of the other models too.
-    made = _with_configs_of_metadata(replace(checkpoint, tensors=dict(tensors)))
+    made = _with_configs_of_metadata(checkpoint._replace(tensors=dict(tensors)))
     elsewhere = {layer for layer in quant_config.marked_layers(made.tensors) if f"{layer}.weight" not in made.tensors}
     dropped = {f"{layer}.{quant_config.QUANT_CONFIG}" for layer in elsewhere} - tensors.keys()
-    return replace(made, tensors={key: tensor for key, tensor in made.tensors.items() if key not in dropped})
+    return made._replace(tensors={key: tensor for key, tensor in made.tensors.items() if key not in dropped})
 
 
 # What ComfyUI-INT8-Fast said of a layer before it named the format: rotated or not, in groups of 256 without a size.
@@ -228,7 +226,7 @@ def _with_configs_of_int8(checkpoint: Checkpoint) -> Checkpoint:
             named = quant_config.encoded({"format": NATIVE_FORMAT, **config})
             tensors[f"{layer}.{quant_config.QUANT_CONFIG}"] = named
     if configs:
-        return replace(checkpoint, tensors=tensors)
+        return checkpoint._replace(tensors=tensors)
     for key, tensor in checkpoint.tensors.items():
         layer = key.removesuffix(".weight")
         if tensor.dtype != torch.int8 or layer == key:
@@ -238,7 +236,7 @@ def _with_configs_of_int8(checkpoint: Checkpoint) -> Checkpoint:
         if (scale := tensors.pop(f"{layer}.scale_weight", None)) is not None:
             tensors.setdefault(f"{layer}.{quant_config.SCALE}", scale)
         tensors[f"{layer}.{quant_config.QUANT_CONFIG}"] = quant_config.encode_config()
-    return replace(checkpoint, tensors=tensors)
+    return checkpoint._replace(tensors=tensors)
 
 
 IMPORTERS = {

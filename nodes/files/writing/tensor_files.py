@@ -7,9 +7,9 @@ user's cancel is heard. The package gguf would write the values from one dict of
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
+from typing import NamedTuple
 
 import torch
 
@@ -101,8 +101,7 @@ def write_safetensors(
     return write_new_file(destination, len(encoded).to_bytes(8, "little") + encoded, made)
 
 
-@dataclass(frozen=True)
-class PendingGGUF:
+class PendingGGUF(NamedTuple):
     """A tensor that is about to be written."""
 
     shape: tuple[int, ...]  # as the model has it
