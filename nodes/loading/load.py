@@ -31,7 +31,7 @@ from ..linears.patched_weights import show_whole, whole_weights
 from ..linears.stored_weights import patch_products
 from .load_plan import LoadPlan, checkpoint_plan, fits_in_floats
 from .loaded_checks import check_loaded, check_scaled, unscaled_codes
-from .memory_choice import AS_STORED, AUTO, INT8, choose_memory, keep_choice
+from .memory_choice import AS_STORED, AUTO, CHOICE_KEY, INT8, choose_memory
 from .operations import int8_operations
 from .summary import floats_name
 
@@ -79,7 +79,7 @@ def load_int8_model(
     factory = partial(load_int8_model, anywhere=True, memory=AS_STORED if choice.as_stored else INT8)
     model.cached_patcher_init = (factory, (path, kernel, branch, base_path))
     keep_notes(model, notes, plan.unexpected)
-    keep_choice(model, choice)
+    model.set_attachments(CHOICE_KEY, choice)
     return model
 
 
@@ -104,8 +104,7 @@ def build_model(
     Raises ValueError for tensors it does not recognise, and naming the first that the model needs and does not get.
     """
     names, operations = list(state_dict), int8_operations(plan)  # the loader empties it
-    marked = marked_layers(state_dict)
-    codes = unscaled_codes(state_dict, marked)
+    codes = unscaled_codes(state_dict, marked_layers(state_dict))
     options = {"custom_operations": operations, "dtype": plan.compute_dtype}
     model = comfy.sd.load_diffusion_model_state_dict(
         state_dict, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic

@@ -22,7 +22,8 @@ AUTO, INT8, AS_STORED = "auto", "INT8", "as stored"
 MEMORY_CHOICES = (AUTO, INT8, AS_STORED)
 """What the widget `memory` says. Files without weights in fewer bits are loaded alike by all three."""
 
-_CHOICE_KEY = "int8_dit_memory_choice"
+CHOICE_KEY = "int8_dit_memory_choice"
+"""The attachment of a MODEL that is its MemoryChoice."""
 _MODELS_OF_A_STEP = {"Ideogram4": 2}  # where it is not one
 _IMAGES_IN_VIDEO_LATENTS = {"Anima", "CosmosT2IPredict2", "HunyuanImage21Refiner", "JoyImage", "Krea2", "QwenImage"}
 """Families that draw one image in latents of three dimensions, which those of videos have."""
@@ -111,11 +112,6 @@ def _latent_area(architecture: Any) -> float:
     return width * height * in_time / latents.spacial_downscale_ratio**2
 
 
-def keep_choice(model: ModelPatcher, choice: MemoryChoice) -> None:
-    """Let a MODEL know how its weights are held, and why."""
-    model.set_attachments(_CHOICE_KEY, choice)
-
-
 def memory_choice(model: ModelPatcher) -> MemoryChoice:
     """Return how a MODEL's weights were decided to be held; of one that no file was loaded for nothing was."""
-    return model.get_attachment(_CHOICE_KEY) or MemoryChoice(False)
+    return model.get_attachment(CHOICE_KEY) or MemoryChoice(False)
