@@ -1,7 +1,7 @@
 """What the parts of a MODEL compute with, counted and in one line for the user."""
 
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -37,8 +37,7 @@ _FORMATS = {
 }
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """What a MODEL runs, or a CLIP's text encoders."""
 
     linears: dict[str, int]  # their number by what they compute with, the INT8 ones first

@@ -3,8 +3,7 @@
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...kernels import MOST_ATTENTION_ERROR, TransformPlan
 from ..files.block_lists import block_of
@@ -18,8 +17,7 @@ _MOST_TICKS = 4
 _LOWEST = 1e-4  # an error of zero has no place on a logarithmic scale
 
 
-@dataclass(frozen=True)
-class LayerReport:
+class LayerReport(NamedTuple):
     """One quantizable linear. Errors are relative to its output, without calibration to its weight; None where it was
     never called."""
 
@@ -42,8 +40,7 @@ class LayerReport:
         return 0.0 if self.held_in == BF16 and self.error is not None else self.error
 
 
-@dataclass(frozen=True)
-class QuantizationReport:
+class QuantizationReport(NamedTuple):
     """A quantization."""
 
     settings: Mapping[str, object]  # in words and numbers that JSON has
@@ -53,7 +50,7 @@ class QuantizationReport:
     protected: tuple[str, ...]  # names, the most fragile first
     size: int = 0  # bytes of the quantized MODEL, and of its original; 0 where they are not known
     size_before: int = 0
-    attention: Mapping[str, float] = field(default_factory=dict)  # relative error of INT8 attention, by block
+    attention: Mapping[str, float] = {}  # relative error of INT8 attention, by block
 
     @property
     def title(self) -> str:
