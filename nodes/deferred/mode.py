@@ -64,11 +64,8 @@ _MANY = 64  # notes, after which references to those that are gone are dropped
 
 
 class Deferring(TorchFunctionMode):
-    """A context for one forward of a model. As a function mode it is on while notes wait.
-
-    Args:
-        checking: whether this forward also computes values as the model does and compares operands with them.
-    """
+    """A context for one forward of a model. As a function mode it is on while notes wait. With `checking` it also
+    computes values as the model does, and compares operands with them."""
 
     def __init__(self, checking: bool = False) -> None:
         super().__init__()

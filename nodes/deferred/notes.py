@@ -20,19 +20,7 @@ _NOTHING: Any = None
 
 
 class Note:
-    """A pending op of a deferred tensor: a function, its arguments and its named ones.
-
-    Attributes:
-        shape, dtype, device: of the value.
-        computed: the value once it is computed, else None.
-        operand: the op as a fused op reads it; None once the value is computed.
-        quantized: the operand's rows as linears quantized them, by transform and bits; None before.
-        is_view: whether the value shares the memory of another one.
-        viewed: whether another shares the memory of this one.
-        forward: the one that counts this note as waiting; None once it is computed, gone or released.
-        kinds: in a forward that compares, the ids of the call and of the deferred work that it reads.
-        check: compares the operand's value with `expected`, the plain one, when it is taken; None where nothing is.
-    """
+    """A pending op of a deferred tensor: a function, its arguments and its named ones."""
 
     __slots__ = (
         *("shape", "dtype", "device", "computed", "operand", "quantized", "is_view", "viewed", "forward", "kinds"),
@@ -40,12 +28,16 @@ class Note:
     )
 
     def __init__(self, form: tuple, operand: Any, call: tuple, forward: Any, is_view: bool) -> None:
-        self.shape, self.dtype, self.device = form
-        self.operand, self.forward, self.is_view, self.viewed = operand, forward, is_view, False
+        self.shape, self.dtype, self.device = form  # of the value
+        self.operand = operand  # the op as a fused op reads it; None once the value is computed
+        self.forward = forward  # the one that counts this note as waiting; None once it is computed, gone or released
+        self.is_view = is_view  # whether the value shares the memory of another one
+        self.viewed = False  # whether another shares the memory of this one
         self._call, self._args, self._kwargs = call
-        self.computed: torch.Tensor | None = None
-        self.quantized: dict[tuple, Any] | None = None
-        self.kinds: tuple[int, ...] = ()
+        self.computed: torch.Tensor | None = None  # the value once it is computed
+        self.quantized: dict[tuple, Any] | None = None  # rows as linears quantized them, by transform and bits
+        self.kinds: tuple[int, ...] = ()  # in a forward that compares, of the call and of deferred work that it reads
+        # Compares the operand's value with `expected`, the plain one, when it is taken; None where nothing is.
         self.check: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self.expected: torch.Tensor | None = None
         self._stream = _current_stream(self.device.index) if self.device.type == "cuda" else 0
