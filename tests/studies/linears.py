@@ -285,8 +285,7 @@ def document(
     return "\n\n".join(parts + notes(shapes))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+def main() -> None:
     parser = argparse.ArgumentParser(description="Times linears in bf16, FP8 and INT8 on this machine.")
     parser.add_argument(
         "--tokens",
@@ -300,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="timings of each method, of which the median counts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to this file")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan = planned_shapes(options.tokens, options.tall)
     environment, shapes, copy_rate = describe_machine(device), [], copy_bandwidth(device, options.rounds)

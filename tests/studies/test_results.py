@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from studies import rtx3090_projection as projection
-from studies.ablation import DEFAULT, PEERS, Outcome, interval, ratio_of_means, summary
+from studies.ablation import DEFAULT, PEERS, Outcome, interval, pack_variants, ratio_of_means, summary
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROJECT = RESULTS.parents[2]
@@ -241,6 +241,30 @@ def test_the_table_of_cards_is_what_its_study_writes():
     from studies import cards
 
     assert (RESULTS / "cards.md").read_text() == cards.document()
+
+
+def test_projections_are_what_their_model_says_now():
+    """Also of what others measured, and its errors there."""
+    tiles, *attentions = projection.stored()
+    documents = {"rtx3090_projection": projection.document, "families": projection.families_document}
+    for (name, document), attention in zip(documents.items(), attentions, strict=True):
+        text = (projection.RESULTS / f"{name}.md").read_text()
+        heading = text.splitlines()[2].partition("** ")
+        assert heading[0] == "**Nothing here was measured on an RTX 3090."
+        assert document(tiles, attention, heading[2]) == text
+
+
+def test_the_default_is_the_nodes_own(pack):
+    from int8_dit.nodes.quantization.quantize import QuantizationSettings
+    from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant, _protection
+
+    widgets = {entry.id: entry for entry in QuantizeToINT8SmoothQuant.define_schema().inputs}
+    first = widgets["protect"].options[0]
+    settings = QuantizationSettings(**pack_variants(34)[DEFAULT])
+    assert settings.protection == _protection({"protect": first.key, "percent": first.inputs[0].default})
+    for name in ("method", "alpha", "search_alpha", "smooth_only_foldable", "protected_in", "rounding"):
+        assert getattr(settings, name) == widgets[name].default, name
+    assert settings.clip == (widgets["weight_scales"].default != "absmax")
 
 
 def test_every_result_is_listed():

@@ -15,6 +15,7 @@ from comfy_api.latest import _io
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras.nodes_model_advanced import ModelSamplingSD3
 
+from glyphs.outliers import plant
 from int8_dit.kernels import Protection
 from int8_dit.nodes.quantization.calibration import Calibration
 from int8_dit.nodes.quantization.quantize import QuantizationSettings
@@ -101,6 +102,17 @@ def test_an_unknown_rule_of_protection_is_named_with_its_choices(model):
     choices = "share of all linears, number of layers, error budget"
     with pytest.raises(ValueError, match=f"protect must be one of {choices}"):
         Node.execute(model, **given)
+
+
+def test_the_recipe_leaves_little_of_what_outliers_cost(dit, tmp_path):
+    """Channels that are large, and change no result in floats."""
+    model = dit.stock(dit.write(tmp_path / "outliers.safetensors", plant(dit.tensors())))
+    expected, calibration = dit.output(model), dit.run_node(model, **dit.calibration(model))[3]
+    plain, recipe = (
+        dit.output(dit.quantize(model, protect, method=method, calibration=calibration))
+        for protect, method in ((0, "none"), (3, "smooth"))
+    )
+    assert dit.relative_error(recipe, expected) < 0.2 * dit.relative_error(plain, expected)
 
 
 def layers_of(dit, model, calibration, **settings):
