@@ -1,9 +1,8 @@
-"""This pack beside ComfyUI-GGUF in a real server: it loads what Save GGUF writes, and keeps its nodes and its lists.
+"""This pack beside ComfyUI-GGUF in a real server: it loads what Save GGUF writes. Its lists: test_gguf_file.py.
 
 Runs where COMFYUI_GGUF_PATH names a checkout of github.com/city96/ComfyUI-GGUF.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -15,13 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from support import workflows
 from support.environment import Environment
-from support.server import serve as serve_packs
+from support.server import serve
 from support.small_models import wide_mmdit_tensors
 from support.tensors import relative_error
 from support.workflows import Prompt, link
 
 THEIRS = os.environ.get("COMFYUI_GGUF_PATH", "")
-NODES = ("UnetLoaderGGUF", "UnetLoaderGGUFAdvanced", "CLIPLoaderGGUF", "DualCLIPLoaderGGUF")
 TEXT, STEPS = "R2", 3
 FILES = ("glyph_dit", "wide")  # the trained one, and one whose every width K-quants divide
 NOISE = 1e-4  # of float32 products, over the steps
@@ -30,18 +28,14 @@ HALF = 0.01  # by default their loader multiplies the integers of a block by its
 pytestmark = pytest.mark.skipif(not THEIRS, reason="COMFYUI_GGUF_PATH is not set (a checkout of ComfyUI-GGUF)")
 
 
-def serve(base, ours=True):
-    """A server with ComfyUI-GGUF, with this pack beside it or without."""
-    (base / "custom_nodes").mkdir(parents=True)
-    (base / "custom_nodes" / "ComfyUI-GGUF").symlink_to(Path(THEIRS).resolve())
-    environment = Environment(python=Path(sys.executable), comfyui=Path(os.environ["COMFYUI_PATH"]).resolve())
-    return serve_packs(environment, base) if ours else serve_packs(environment, base, packs=False)
-
-
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     """A server with both packs, and a second model file."""
-    with serve(tmp_path_factory.mktemp("both")) as running:
+    base = tmp_path_factory.mktemp("both")
+    (base / "custom_nodes").mkdir()
+    (base / "custom_nodes" / "ComfyUI-GGUF").symlink_to(Path(THEIRS).resolve())
+    environment = Environment(python=Path(sys.executable), comfyui=Path(os.environ["COMFYUI_PATH"]).resolve())
+    with serve(environment, base) as running:
         save_file(wide_mmdit_tensors(), running.base / "models" / "diffusion_models" / "wide.safetensors")
         yield running
 
@@ -86,30 +80,3 @@ def test_its_loader_samples_what_the_dequantized_weights_do(both, written, name,
     assert relative_error(theirs, stock) < NOISE
     assert relative_error(by_default, stock) < HALF
     assert relative_error(original, stock) > 10 * NOISE  # so that other weights would be seen
-
-
-def listed(server):
-    """Their nodes as the frontend gets them: inputs with the lists of files, texts, outputs."""
-    return {name: server.object_info(name) for name in NODES}
-
-
-def test_its_nodes_and_lists_are_what_they_are_without_this_pack(both, written, tmp_path):
-    """The list of every folder too, which models of which other nodes are taken from."""
-    written("glyph_dit", "Q8_0")
-    folders = json.loads(both.get("/models"))
-    with_ours = listed(both), {folder: json.loads(both.get(f"/models/{folder}")) for folder in folders}
-    assert "glyph_dit_Q8_0_00001_.gguf" in with_ours[1]["unet_gguf"]
-    with serve(tmp_path / "alone", ours=False) as alone:
-        for folder in ("models", "output"):
-            for path in (both.base / folder).rglob("*"):
-                place = alone.base / path.relative_to(both.base)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                if path.is_file() and not place.exists():
-                    place.symlink_to(path)
-        without = (
-            listed(alone),
-            {folder: json.loads(alone.get(f"/models/{folder}")) for folder in json.loads(alone.get("/models"))},
-        )
-    assert with_ours[0] == without[0]
-    for folder in without[1].keys() - {"custom_nodes"}:
-        assert with_ours[1][folder] == without[1][folder], folder

@@ -179,24 +179,3 @@ def test_two_models_take_turns(sample, error):
     for make, expected in zip(turns, together, strict=True):
         comfy.model_management.unload_all_models()
         assert torch.equal(sample("INT8", make), expected)
-
-
-@torch.inference_mode()
-def test_files_of_comfyuis_own_save_node(dit, graphs, error, tmp_path):
-    """This pack reads both, the stock loader the one that is not smoothed. The fused kernel under that one draws what
-    Load INT8 DiT does, with a LoRA too."""
-    paths = {name: str(tmp_path / f"{name}.safetensors") for name in ("first", "second")}
-    for name, path in paths.items():
-        model = getattr(graphs["INT8"], name)
-        comfy.sd.save_checkpoint(path, model)
-        assert torch.equal(dit.output(dit.load(path)), dit.output(model))
-    with pytest.raises(Exception, match="int8"):
-        dit.stock(paths["first"])
-    stock, exact = dit.stock(paths["second"]), graphs["float"].second
-    usual = dit.relative_error(dit.output(graphs["INT8"].second), dit.output(exact))
-    assert dit.relative_error(dit.output(stock), dit.output(exact)) < bound(usual)
-    before, fused = dit.output(stock), dit.apply(stock)
-    assert torch.equal(dit.output(fused), dit.output(graphs["INT8"].second))
-    with_it = [dit.output(patched(graphs["INT8"], model)) for model in (fused, exact)]
-    assert dit.relative_error(*with_it) < bound(usual)
-    assert torch.equal(dit.output(stock), before)

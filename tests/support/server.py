@@ -142,10 +142,6 @@ class ComfyServer:
         """Drop what the server remembers of the prompts that it ran."""
         self._request("/history", {"clear": True})
 
-    def object_info(self, node: str) -> dict:
-        """What the server tells the frontend about a node type; empty when it has none of that name."""
-        return self._json(f"/object_info/{urllib.parse.quote(node)}").get(node, {})
-
     def system_stats(self) -> dict:
         """What the server says of its versions and of its devices' memory, in bytes."""
         return self._json("/system_stats")
@@ -180,13 +176,13 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @contextmanager
-def serve(environment: Environment, base: Path, cpu: bool = True, packs: bool = True) -> Iterator[ComfyServer]:
+def serve(environment: Environment, base: Path, cpu: bool = True) -> Iterator[ComfyServer]:
     """Run a server in the directory ``base``, on the CPU or on the GPU, and stop it at the end, whatever happens.
 
-    This pack, the glyph nodes and the glyph model are linked into it, unless ``packs`` is false. More models can be put
-    under ``base / "models"`` at any time: ComfyUI looks again.
+    This pack, the glyph nodes and the glyph model are linked into it. More models can be put under ``base / "models"``
+    at any time: ComfyUI looks again.
     """
-    _lay_out(base, packs)
+    _lay_out(base)
     port = _free_port()
     command = [
         str(environment.python), "main.py", *(["--cpu"] if cpu else []), "--listen", "127.0.0.1", "--port", str(port),
@@ -213,13 +209,13 @@ def serve(environment: Environment, base: Path, cpu: bool = True, packs: bool = 
     server = ComfyServer(f"http://127.0.0.1:{port}", base, process)
     server.forget_settings()
     try:
-        _wait_until_ready(server, ("LoadINT8DiT", "GlyphConditioning") if packs else ())
+        _wait_until_ready(server)
         yield server
     finally:
         _stop(process)
 
 
-def _lay_out(base: Path, packs: bool) -> None:
+def _lay_out(base: Path) -> None:
     for folder in ("models/diffusion_models", "custom_nodes", "output", "input", "user", "temp"):
         (base / folder).mkdir(parents=True, exist_ok=True)
     links = {
@@ -227,7 +223,7 @@ def _lay_out(base: Path, packs: bool) -> None:
         "custom_nodes/glyph_nodes": TESTS / "glyph_nodes",
         f"models/diffusion_models/{GLYPH_MODEL.name}": GLYPH_MODEL,
     }
-    for name, target in links.items() if packs else ():
+    for name, target in links.items():
         if not target.exists():
             raise ServerError(f"{target} is missing")
         (base / name).symlink_to(target)
@@ -239,7 +235,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _wait_until_ready(server: ComfyServer, nodes: tuple[str, ...]) -> None:
+def _wait_until_ready(server: ComfyServer) -> None:
     deadline = time.monotonic() + START_TIMEOUT_SECONDS
     while True:
         try:
@@ -251,8 +247,8 @@ def _wait_until_ready(server: ComfyServer, nodes: tuple[str, ...]) -> None:
                 raise ServerError(f"ComfyUI did not start in {START_TIMEOUT_SECONDS} s\n{server.log_tail()}") from None
             time.sleep(POLL_SECONDS)
     # ComfyUI starts without a pack that it cannot import; every later message would then be a puzzle.
-    for node in nodes:
-        if not server.object_info(node):
+    for node in ("LoadINT8DiT", "GlyphConditioning"):
+        if not server._json(f"/object_info/{node}"):
             raise ServerError(f"ComfyUI runs, but it could not load the node {node}\n{server.log_tail()}")
 
 

@@ -6,6 +6,7 @@ import comfy.model_management
 import comfy.sd
 import pytest
 import torch
+from comfy.patcher_extension import CallbacksMP
 from safetensors.torch import load_file
 
 from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
@@ -80,6 +81,30 @@ def test_a_copy_for_another_gpu(dit, native):
     copy = patched.deepclone_multigpu()
     assert copy.model is not patched.model
     assert torch.equal(dit.output(copy), expected)
+
+
+def test_an_engine_may_share_tokens_among_cards(dit, small):
+    """What it replaces of the blocks when a MODEL is loaded calls linears with a part of the tokens each."""
+    parts = []
+
+    def shared(own, part):
+        parts.append(part.shape)
+        return own(part)
+
+    def split(patcher, *_):
+        for block in patcher.model.diffusion_model.blocks:
+            for layer in (*block.self_attn.children(), *block.ffn):
+                if hasattr(layer, "in_features"):
+                    own = layer.forward
+                    layer.forward = lambda x, own=own: torch.cat([shared(own, part) for part in x.chunk(2, 1)], 1)
+
+    floats = small.wan()
+    file = int8(floats.model.diffusion_model.state_dict(), [*quantizable_linears(floats)])
+    model = dit.apply(comfy.sd.load_diffusion_model_state_dict(dict(file.tensors)))
+    expected = small.output(model)
+    model.detach()
+    model.add_callback(CallbacksMP.ON_LOAD, split)
+    assert dit.relative_error(small.output(model), expected) < 1e-4 and len(parts) > 20
 
 
 def called(architecture, small, model, layers):
