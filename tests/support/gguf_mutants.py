@@ -191,12 +191,6 @@ def _one(
     return _rebuilt(changed)
 
 
-def _renamed(rng: random.Random, tensor: Tensor) -> dict[str, object]:
-    place = rng.randrange(len(tensor.name))
-    name = tensor.name[:place] + rng.choice((b"a", b"0", b".", b"\xff", b"\x00")) + tensor.name[place + 1 :]
-    return {"name": name + (b"x" if name == tensor.name else b"")}
-
-
 def _duplicated(rng: random.Random, file: File) -> None:
     tensor = rng.choice(file.tensors)
     name = rng.choice((tensor.name, b"copy_of_" + tensor.name, tensor.name + b".copy"))
@@ -232,14 +226,6 @@ def _original_shape(rng: random.Random, file: File) -> None:
     letter, type = rng.choice((("i", 5), ("i", 5), ("q", 11), ("f", 6)))
     entry = _ARRAY, struct.pack(f"<IQ{len(shape)}{letter}", type, len(shape), *shape)
     file.put(_ORIGINAL + tensor.name, *((_STRING, _string(b"[1]")) if rng.random() < 0.2 else entry))
-
-
-def _without_original_shape(rng: random.Random, file: File) -> None:
-    kept = [value for value in file.values if not value[0].startswith(_ORIGINAL)]
-    if len(kept) == len(file.values):
-        _original_shape(rng, file)
-    else:
-        file.values = kept
 
 
 def _alignment(rng: random.Random, file: File) -> None:
@@ -278,13 +264,6 @@ def _metadata(rng: random.Random, file: File) -> None:
         file.values[-1] = key, _ARRAY, struct.pack("<IQ", _ARRAY, 1) * 10_000
 
 
-def _renamed_key(rng: random.Random, file: File) -> None:
-    number = rng.randrange(len(file.values))
-    key, type, raw = file.values[number]
-    place = rng.randrange(len(key))
-    file.values[number] = key[:place] + rng.choice((b"x", b"\xff", b"")) + key[place + 1 :], type, raw
-
-
 MUTATIONS: dict[str, Mutation] = {
     "a bit of the header": lambda rng, data: (_flipped(data, rng.randrange(8 * taken_apart(data).header)), False),
     "magic, version or counts": _number("start"),
@@ -297,13 +276,11 @@ MUTATIONS: dict[str, Mutation] = {
     "truncated": lambda rng, data: (data[: rng.randrange(len(data))], False),
     "too long": lambda rng, data: (data + bytes(rng.randrange(1, 100)), False),
     "a tensor removed": _rebuilt(lambda rng, file: file.tensors.remove(rng.choice(file.tensors))),
-    "a tensor renamed": _one(_renamed),
     "a tensor duplicated": _rebuilt(_duplicated),
     "two tensors swapped": _rebuilt(_swapped),
     "another shape": _one(_reshaped),
     "a huge shape": _one(lambda rng, tensor: {"dims": rng.choice(_HUGE)}),
     "another original shape": _rebuilt(_original_shape),
-    "no original shape": _rebuilt(_without_original_shape),
     "another alignment": _rebuilt(_alignment),
     "NaN or Inf as a block's scale": _one(_not_a_number, _SCALE_PLACES),
     "NaN or Inf in a float tensor": _one(_not_a_number, ("F32", "F16")),
@@ -311,7 +288,6 @@ MUTATIONS: dict[str, Mutation] = {
         lambda rng, tensor: {"data": _flipped(tensor.data, rng.randrange(8 * len(tensor.data)))}, free=True
     ),
     "another architecture": _rebuilt(_architecture),
-    "a key renamed": _rebuilt(_renamed_key),
     "damaged metadata": _rebuilt(_metadata),
 }
 

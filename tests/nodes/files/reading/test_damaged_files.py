@@ -608,6 +608,7 @@ FILES = (
         for name in (f"{OTHER}.weight", "t_embedder.mlp.0.weight")
         for type in ("Q8_0", "Q4_K", "IQ4_NL")
     ),
+    ("Q4_K", without(f"comfy.gguf.orig_shape.{gguf_mutants.RESHAPED}"), "cannot make a model of these tensors"),
     ("Q8_0", in_q8_k, "a.weight is in the format Q8_K, which is not read; use a file in one of"),
     ("Q8_CR", without(f"{LAYER}.weight_scale"), f"{LAYER}.weight_scale is missing"),
     ("Q8_CR", without(f"{LAYER}.weight"), f"{LAYER}.weight is missing although"),
