@@ -42,10 +42,6 @@ def test_only_the_rounding_of_weights_differs_and_the_report_says_so(dit, output
     assert "alibrated rounding" not in outputs["nearest"].result[2]
 
 
-def test_without_calibration_it_is_nearest(dit, model):
-    assert dit.recipe(dit.quantize(model, rounding="calibrated"))["rounding"] == "nearest"
-
-
 def test_widgets_are_behind_the_older_ones_and_may_be_missing():
     """Workflows that were saved without them keep the values of the others."""
     last = QuantizeToINT8SmoothQuant.define_schema().inputs[-4:]

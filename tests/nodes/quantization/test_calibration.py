@@ -39,7 +39,7 @@ def sample_as_the_user_would(model, inputs, negative=None, cfg=1.0):
             (guider,) = sampling.BasicGuider.execute(model, positive).result
         else:
             (guider,) = sampling.CFGGuider.execute(model, positive, negative, cfg).result
-        (noise,) = sampling.RandomNoise.execute(inputs["seed"] + index).result
+        (noise,) = sampling.RandomNoise.execute((inputs["seed"] + index) % (1 << 64)).result
         sampling.SamplerCustomAdvanced.execute(
             noise, guider, inputs["sampler"], inputs["sigmas"], inputs["latent_image"]
         )
@@ -82,8 +82,8 @@ def calibration_of(dit, model, inputs):
 
 @pytest.mark.parametrize("guided", (False, True), ids=("no negative", "CFG"))
 def test_the_nodes_own_run_is_the_users_sampling(dit, model, guided):
-    """Of two prompts, one after the other."""
-    inputs = dit.calibration(model)
+    """Of two prompts, one after the other, from the largest seed on."""
+    inputs = dit.calibration(model, seed=(1 << 64) - 1)
     guidance = {"negative": prompts_of(dit.calibration(model, text="XXXX"))[0], "cfg": 3.0} if guided else {}
     inputs["positive"]["positive_1"] = prompts_of(dit.calibration(model, text="DIT3"))[0]
     recorded = record(dit, model, lambda: sample_as_the_user_would(model, inputs, **guidance))
@@ -171,13 +171,6 @@ def test_a_sampler_that_expands_counts_as_itself(dit, model):
         assert recording.calibration({node}).statistics
     with pytest.raises(ValueError, match="no sampling was recorded"):
         recording.calibration({"7.0.0.1", "70"})
-
-
-def test_the_largest_seed(dit, model):
-    inputs = dit.calibration(model, steps=1)
-    prompt = prompts_of(inputs)[0]
-    inputs |= {"positive": {"positive_0": prompt, "positive_1": prompt}, "seed": 0xFFFFFFFFFFFFFFFF}
-    assert calibration_of(dit, model, inputs).statistics[dit.LAYER].calls == 2
 
 
 def test_a_negative_counts_whatever_the_cfg(dit, model):
@@ -278,6 +271,11 @@ def assert_same(a, b):
         assert seen.calls == other.calls and seen.spikiness == pytest.approx(other.spikiness, rel=1e-6)
         assert torch.equal(seen.absmax, other.absmax)
         assert [part.tolist() for part in seen.sample.parts] == [part.tolist() for part in other.sample.parts]
+    assert a.attention and attention_of(a) == attention_of(b)
+
+
+def attention_of(calibration):
+    return {block: (error.calls, error.sums) for block, error in calibration.attention.items()}
 
 
 def test_a_calibration_comes_back_from_its_file(dit, model, calibration, tmp_path):
@@ -299,6 +297,9 @@ def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, m
     assert_same(loaded, calibration)
     (merged,) = MergeINT8Calibrations.execute({"calibration_0": loaded, "calibration_1": loaded}).result
     assert merged.statistics[dit.LAYER].calls == 2 * loaded.statistics[dit.LAYER].calls
+    for block, error in merged.attention.items():
+        assert error.calls == 2 * loaded.attention[block].calls
+        assert error.error == pytest.approx(loaded.attention[block].error)
 
 
 def test_a_quantization_without_calibration_has_none_to_keep(dit, model):
@@ -350,16 +351,22 @@ DAMAGES = (
 )
 
 
+SAID, COMPARED = "int8_dit_calibration", "int8_dit_calibrated_attention"
+LONG_TEXTS = ("[" * 100_000, '{"a":' * 50_000, "9" * 5000, '"' + "x" * 999_999)
+BLOCK = "joint_blocks.1"
+NO_SUMS = ([2, 1.0], [2, "a", 1.0], [2, -1.0, 1.0], [True, 1.0, 1.0], 3, [0, 1.0, 1.0], None)
+
+
 def damaged(path, damage):
-    """A calibration's file that this happened to: to what its metadata say of layers and to its tensors, or to all of
-    their text."""
+    """A calibration's file that this happened to: to what its metadata say of layers and to its tensors, or to its
+    metadata."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-    tensors, layers = load_file(path), json.loads(metadata["int8_dit_calibration"])
-    if not isinstance(damage, str):
+    tensors, layers = load_file(path), json.loads(metadata[SAID])
+    if not isinstance(damage, dict):
         damage(layers, tensors)
-    text = damage if isinstance(damage, str) else json.dumps(layers)
-    save_file(tensors, path, metadata | {"int8_dit_calibration": text})
+        damage = {SAID: json.dumps(layers)}
+    save_file(tensors, path, metadata | damage)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +377,8 @@ def damaged(path, damage):
             lambda _, tensors: tensors.update({"other.rows": torch.ones(1, 3)}),
             r"read \(other\.rows belongs to no layer",
         ),
-        *((text, "") for text in ("", "null", "[]", "[" * 100_000, '{"a":' * 50_000, "9" * 5000, '"' + "x" * 999_999)),
+        *(({SAID: text}, "") for text in ("", "null", "[]", *LONG_TEXTS)),
+        *(({COMPARED: json.dumps({BLOCK: sums})}, f"cannot be read at layer {BLOCK}") for sums in NO_SUMS),
         (never_called, "no layer was called"),
     ),
 )

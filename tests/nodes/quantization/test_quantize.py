@@ -35,8 +35,9 @@ def relative_output_error(x, weight, held):
 
 
 def test_without_calibration_nothing_is_smoothed_and_it_says_so(dit, model, logged):
-    weights = dit.int8_weights(dit.quantize(model))
-    assert set(weights) == set(dit.LINEARS)
+    quantized = dit.quantize(model, rounding="calibrated")
+    weights = dit.int8_weights(quantized)
+    assert set(weights) == set(dit.LINEARS) and dit.recipe(quantized)["rounding"] == "nearest"
     assert not [layer for layer, weight in weights.items() if weight._params.smooth is not None]
     (warning,) = logged("without smoothing")
     assert "sampler, sigmas and latent_image" in warning

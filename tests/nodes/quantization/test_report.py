@@ -123,9 +123,3 @@ def test_the_node_shows_the_chart(dit):
     layers = [mark["layer"] for panel in shown["panels"] for mark in panel["marks"]]
     assert sorted(layers) == sorted(dit.LINEARS)
     assert output.result[2].startswith("## INT8 quantization (uncalibrated)")
-
-
-def test_the_chart_is_small(report_of):
-    """It is kept with every run in the browser's history."""
-    errors = {f"layers.{block}.{kind}": (0.0123456789, 0.00123456789) for block in range(34) for kind in "abcdef"}
-    assert len(json.dumps(report_of(errors).chart())) < 25_000
