@@ -27,13 +27,11 @@ def drawn(count: int, generator: torch.Generator, device: torch.device) -> tuple
     return latents.image_to_model(draw(classes, generator, device)), conditioning.CLASS_CODES.to(device)[classes]
 
 
-def check(sampler: Sampler, device: torch.device, last: bool) -> tuple[torch.Tensor, str, bool]:
-    """Every class once, or ten times: how many the matcher reads."""
-    copies = 10 if last else 1
-    context = conditioning.CLASS_CODES.to(device).repeat(copies, 1, 1)
-    images = latents.model_to_image(sampler(context))
-    share = sum(map(str.__eq__, recognise(images), ALPHABET * copies)) / len(images)
-    return images.unflatten(0, (copies, -1)), f"recognised {share:.2%} of {len(images)}", share >= REQUIRED
+def check(sampler: Sampler, device: torch.device) -> tuple[str, bool]:
+    """Every class ten times: how many the matcher reads."""
+    images = latents.model_to_image(sampler(conditioning.CLASS_CODES.to(device).repeat(10, 1, 1)))
+    share = sum(map(str.__eq__, recognise(images), ALPHABET * 10)) / len(images)
+    return f"recognised {share:.2%} of {len(images)}", share >= REQUIRED
 
 
 TASK = Task("tests/glyphs/train.py", 3, (latents.SIDE, latents.SIDE), 12, (2048, 32), drawn, check)

@@ -10,7 +10,6 @@ import argparse
 import datetime
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +25,6 @@ from safetensors.torch import save_file
 CHANNELS, WIDTH = 16, 64  # of latents, and of context and pooled vector
 SHIFT = 3.0  # sampling shift of ComfyUI's SD3
 TIMESTEPS = 1000.0  # timestep at sigma = 1
-CHECKPOINT_SECONDS = 120
 SAMPLED_TOGETHER = 100
 
 Sampler = Callable[[torch.Tensor], torch.Tensor]
@@ -44,8 +42,7 @@ class Task:
         steps: Euler steps of a sampling.
         batches: images per step on a GPU and on a CPU.
         draw: (count, generator, device) -> clean latents and their context.
-        check: (sampler, device, whether it is the last time) -> images [B, H, W] in rows for the sheet, what is said of
-            them, and whether they are good enough.
+        check: (sampler, device) -> what is said of samples, and whether they are good enough.
     """
 
     made_by: str
@@ -54,7 +51,7 @@ class Task:
     steps: int
     batches: tuple[int, int]
     draw: Callable[[int, torch.Generator, torch.device], tuple[torch.Tensor, torch.Tensor]]
-    check: Callable[[Sampler, torch.device, bool], tuple[torch.Tensor, str, bool]]
+    check: Callable[[Sampler, torch.device], tuple[str, bool]]
 
 
 def unet_config(depth: int) -> dict:
@@ -132,15 +129,6 @@ def sample(model: torch.nn.Module, task: Task, dtype: torch.dtype, context: torc
     return torch.cat(latents)
 
 
-def save_sheet(rows: torch.Tensor, path: Path) -> None:
-    """Write images [rows, columns, H, W] as one PNG."""
-    from PIL import Image
-
-    sheet = rows.clamp(0, 1).cpu().transpose(1, 2).flatten(2).flatten(0, 1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray((sheet * 255).round().byte().numpy()).save(path)
-
-
 def optimizer_of(weights: list[torch.Tensor], fused: bool) -> torch.optim.AdamW:
     """Biases, norms and other vectors are not decayed."""
     matrices, vectors = [w for w in weights if w.ndim > 1], [w for w in weights if w.ndim == 1]
@@ -155,8 +143,7 @@ def set_rate(optimizer: torch.optim.AdamW, peak: float, step: int, done: float) 
 
 
 def train(task: Task, description: str, minutes: float) -> int:
-    """The command: 1 if the last samples are not good enough. Every two minutes, and at the end, it leaves the model
-    and samples."""
+    """The command, which leaves the model: 1 if its samples are not good enough."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--comfyui", type=Path, required=True, help="a ComfyUI checkout")
     parser.add_argument("--out", type=Path, required=True, help="the .safetensors file to write")
@@ -165,7 +152,6 @@ def train(task: Task, description: str, minutes: float) -> int:
     parser.add_argument("--batch", type=int, help="images per step")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sheet", type=Path, help="also write samples as a PNG")
     args = parser.parse_args()
 
     start = time.monotonic()
@@ -190,33 +176,7 @@ def train(task: Task, description: str, minutes: float) -> int:
     optimizer = optimizer_of(list(weights.values()), on_gpu)
     print(f"{count / 1e6:.2f} M parameters, {device}, {dtype}, batch {batch}, {args.minutes:g} min", flush=True)
 
-    @torch.no_grad()
-    def checkpoint(last: bool) -> bool:
-        """Save the averaged weights and samples of them, as they are saved; whether these are good enough."""
-        torch._foreach_copy_(list(rounded.values()), [w.bfloat16() for w in average.values()])
-        with torch.compiler.set_stance("force_eager"):  # compiling for other batches costs more than it brings
-            rows, said, enough = task.check(partial(sample, model, task, dtype), device, last)
-        print(said, flush=True)
-        if args.sheet:
-            save_sheet(rows, args.sheet)
-        metadata = {
-            "made_by": task.made_by,
-            "arguments": json.dumps({"minutes": args.minutes, "batch": batch, "lr": args.lr, "seed": args.seed}),
-            "steps": str(step),
-            "parameters": str(count),
-            "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-            "torch": torch.__version__,
-            "date": datetime.date.today().isoformat(),
-            "samples": said,
-        }
-        # The file is whole or is not there.
-        tensors = {name: weight.bfloat16().cpu().contiguous() for name, weight in average.items()}
-        save_file(tensors, args.out.with_suffix(".part"), metadata)
-        os.replace(args.out.with_suffix(".part"), args.out)
-        return enough
-
-    budget, saved, reported, step = args.minutes * 60, start, start, 0
-    running_loss = torch.zeros((), device=device)
+    budget, reported, step = args.minutes * 60, start, 0
     while (done := (time.monotonic() - start) / budget) < 1:
         set_rate(optimizer, args.lr, step, done)
         torch._foreach_copy_([w.detach() for w in rounded.values()], list(weights.values()))
@@ -239,20 +199,30 @@ def train(task: Task, description: str, minutes: float) -> int:
         step += 1
         decay = min(0.999, step / (step + 10))
         torch._foreach_lerp_(list(average.values()), list(weights.values()), 1 - decay)
-        running_loss.lerp_(loss.detach(), 1 / min(step, 50))
         if step % 10 == 0 or step < 10:
-            value = running_loss.item()  # waits for the device, so that the clock is that of finished steps
+            value = loss.item()  # waits for the device, so that the clock is that of finished steps
             if not math.isfinite(value):
                 raise FloatingPointError(f"The loss is {value} after {step} steps.")
             now = time.monotonic()
             if now - reported > 10 or step in (1, 5):
                 reported = now
                 print(f"{done:4.0%}  {now - start:4.0f} s  step {step}  loss {value:.4f}", flush=True)
-            if now - saved > CHECKPOINT_SECONDS:
-                saved = now
-                checkpoint(last=False)
 
-    print(f"{step} steps in {(time.monotonic() - start) / 60:.1f} min", flush=True)
-    enough = checkpoint(last=True)
-    print(f"{args.out}: {args.out.stat().st_size / 1e6:.2f} MB", flush=True)
+    # What is sampled is what is saved: the averaged weights in bfloat16.
+    saved = {name: weight.bfloat16() for name, weight in average.items()}
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiling for other batches would cost more
+        torch._foreach_copy_(list(rounded.values()), list(saved.values()))
+        said, enough = task.check(partial(sample, model, task, dtype), device)
+    print(f"{step} steps in {(time.monotonic() - start) / 60:.1f} min; {said}", flush=True)
+    metadata = {
+        "made_by": task.made_by,
+        "arguments": json.dumps({"minutes": args.minutes, "batch": batch, "lr": args.lr, "seed": args.seed}),
+        "steps": str(step),
+        "parameters": str(count),
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "samples": said,
+    }
+    save_file({name: tensor.cpu().contiguous() for name, tensor in saved.items()}, args.out, metadata)
     return 0 if enough else 1

@@ -38,9 +38,9 @@ def agreement(images: torch.Tensor, texts: list[Text]) -> torch.Tensor:
     return best.amin(1)
 
 
-def check(sampler: Sampler, device: torch.device, last: bool) -> tuple[torch.Tensor, str, bool]:
+def check(sampler: Sampler, device: torch.device) -> tuple[str, bool]:
     """Some texts: how many agree with their drawings, by kind."""
-    texts = random_texts(300 if last else 96, seed=1)
+    texts = random_texts(300, seed=1)
     context, _ = conditioning.encode(texts)
     images = latents.model_to_image(sampler(context.to(device))).clamp(0, 1).cpu()
     cosine = agreement(images, texts)
@@ -48,8 +48,7 @@ def check(sampler: Sampler, device: torch.device, last: bool) -> tuple[torch.Ten
     for text, value in zip(texts, cosine.tolist(), strict=True):
         kinds.setdefault(text.category, []).append(value > AGREES)
     agreed = ", ".join(f"{kind} {np.mean(values):.0%}" for kind, values in kinds.items())
-    said = f"agreement {cosine.mean():.3f}; above {AGREES}: {agreed}"
-    return 1 - images[:96].unflatten(0, (-1, 6)), said, True
+    return f"agreement {cosine.mean():.3f}; above {AGREES}: {agreed}", True
 
 
 TASK = Task("tests/words/train.py", 4, (latents.ROWS, latents.COLUMNS), 18, (1024, 16), drawn, check)
