@@ -86,17 +86,12 @@ def test_the_recorder_sees_the_users_own_sampling(server):
     prompt = Prompt()
     loaded = link(prompt.add("LoadINT8Calibration", calibration_name=paths[kept].name))
     again = workflows.quantized_model(prompt, workflows.stock_model(prompt), calibration=loaded)
-    assert_same_weights(saved_file(server, prompt, workflows.save_model(prompt, again)), paths[model])
-
-    prompt = Prompt()
-    loaded = link(prompt.add("LoadINT8Calibration", calibration_name=paths[kept].name))
-    merged = link(
-        prompt.add(
-            "MergeINT8Calibrations",
-            **{"calibrations.calibration_0": loaded, "calibrations.calibration_1": loaded},
-        )
-    )
-    assert saved_file(server, prompt, workflows.save_calibration(prompt, merged)).stat().st_size > 0
+    twice = {f"calibrations.calibration_{number}": loaded for number in range(2)}
+    merged = workflows.save_calibration(prompt, link(prompt.add("MergeINT8Calibrations", **twice)))
+    saved = workflows.save_model(prompt, again)
+    results = server.queue(prompt)
+    assert_same_weights(server.saved_path(results[saved]), paths[model])
+    assert server.saved_path(results[merged]).stat().st_size > 0
 
 
 def test_every_run_records_anew(server):

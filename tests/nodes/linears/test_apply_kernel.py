@@ -29,16 +29,6 @@ def test_computes_what_load_int8_dit_computes(dit, tmp_path, options):
     assert torch.equal(dit.output(dit.apply(dit.stock(path))), dit.output(dit.load(path)))
 
 
-def test_bypassed_it_leaves_nothing_behind(dit, native):
-    model = dit.stock(native)
-    before, tensors = dit.output(model), dit.snapshot(model)
-    assert not torch.equal(dit.output(dit.apply(model)), before)
-    assert torch.equal(dit.output(model), before)
-    dit.assert_same_tensors(dit.snapshot(model), tensors)
-    assert not model.object_patches and not model.get_all_callbacks("on_load_after")
-    assert "Fused" not in type(dit.module(model, dit.LAYER)).__name__
-
-
 @pytest.mark.parametrize("make", (lambda dit, path: dit.apply(dit.stock(path)), lambda dit, path: dit.load(path)))
 def test_a_saved_model_is_the_stock_one(dit, native, tmp_path, make):
     """ComfyUI's own save node sees the same weights."""

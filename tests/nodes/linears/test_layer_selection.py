@@ -3,10 +3,8 @@
 import re
 from itertools import product
 
-import comfy.ops
 import pytest
 import torch
-from comfy.ldm.ideogram4.model import Ideogram4Transformer2DModel
 
 from int8_dit.nodes.linears.layer_selection import is_quantizable
 from support.architectures import ARCHITECTURES
@@ -79,15 +77,6 @@ def test_attention_and_mlp_of_the_blocks(small, name):
     assert not of_blocks(layers.keys() - selected) & expand(LAYERS[name])
 
 
-def test_the_whole_ideogram_4():
-    """Of its real size, its projection of text too."""
-    model = Ideogram4Transformer2DModel(device="meta", operations=comfy.ops.disable_weight_init)
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
-    assert len(layers) == 211
-    selected = [name for name, layer in layers.items() if is_quantizable(name, tuple(layer.weight.shape))]
-    assert len(selected) == 34 * 5 + 1 and "llm_cond_proj" in selected
-
-
 @pytest.mark.parametrize(
     "name, shape, expected",
     (
@@ -98,6 +87,7 @@ def test_the_whole_ideogram_4():
         ("blocks.0.mlp", (4096,), False),
         ("text_in", (8192, 8192), True),
         ("txt_in", (6144, 15360), True),  # of Flux 2
+        ("llm_cond_proj", (4608, 53248), True),  # of Ideogram 4
         ("text_in", (8192, 8191), False),
         ("blocks.0.norm1.linear", (8192, 8192), False),
         ("blocks.0.modulation.1", (8192, 8192), False),

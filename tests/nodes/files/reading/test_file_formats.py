@@ -55,14 +55,6 @@ def original(small, dit):
     return make
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_comfyui_takes_a_small_model_for_what_it_is(small, name):
-    architecture = ARCHITECTURES[name]
-    model = small.stock_of(architecture)
-    assert type(model.model.model_config).__name__ == architecture.kind
-    assert torch.isfinite(small.output_of(architecture, model)).all()
-
-
 def layer_error(dit, model, file, layer):
     """The error of a linear of a MODEL on normal input, against the weights that the file stands for."""
     weight, bias = file.values[f"{layer}.weight"], file.values.get(f"{layer}.bias")
