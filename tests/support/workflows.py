@@ -44,18 +44,17 @@ def calibrated_model(
     steps: int = GLYPH_STEPS,
     protect_layers: int = GLYPH_PROTECT_LAYERS,
     seed: int = 0,
-    **widgets: object,
 ) -> Link:
-    """``model`` quantized after a calibration run that samples ``text`` with it; more widgets by name."""
+    """``model`` quantized after a calibration run that samples ``text`` with it."""
     conditioning, latent = glyph_conditioning(prompt, text)
     run = {"sampler": _euler(prompt), "sigmas": _sigmas(prompt, model, steps), "latent_image": latent}
     run |= {"cfg": 1.0, "seed": seed, "positive.positive_0": conditioning}
-    return _quantize(prompt, model, protect_layers, **run, **widgets)
+    return _quantize(prompt, model, protect_layers, **run)
 
 
-def uncalibrated_model(prompt: Prompt, model: Link, *, kernel: str = "fused int8") -> Link:
+def uncalibrated_model(prompt: Prompt, model: Link) -> Link:
     """``model`` quantized with nothing known about its activations."""
-    return _quantize(prompt, model, 0, kernel=kernel)
+    return _quantize(prompt, model, 0)
 
 
 def quantized_model(prompt: Prompt, model: Link, *, calibration: Link) -> Link:
@@ -76,11 +75,9 @@ def save_calibration(prompt: Prompt, calibration: Link) -> str:
     return prompt.add("SaveINT8Calibration", calibration=calibration, filename_prefix="int8_calibrations/calibration")
 
 
-def save_model(
-    prompt: Prompt, model: Link, filename_prefix: str = "diffusion_models/INT8", *, fold: bool = False
-) -> str:
+def save_model(prompt: Prompt, model: Link, filename_prefix: str = "diffusion_models/INT8") -> str:
     """Write a quantized model; the id of the node, whose ui result names the file."""
-    return prompt.add("SaveINT8DiT", model=model, filename_prefix=filename_prefix, fold=fold)
+    return prompt.add("SaveINT8DiT", model=model, filename_prefix=filename_prefix, fold=False)
 
 
 def glyph_images(
@@ -98,11 +95,6 @@ def glyph_latents(
     """Sample one latent per character."""
     conditioning, latent = glyph_conditioning(prompt, text)
     guider = link(prompt.add("BasicGuider", model=model, conditioning=conditioning))
-    return sampled(prompt, model, guider, latent, steps=steps, seed=seed)
-
-
-def sampled(prompt: Prompt, model: Link, guider: Link, latent: Link, *, steps: int, seed: int) -> Link:
-    """Euler steps with a guider, on the schedule of ``model``."""
     sampled = prompt.add(
         "SamplerCustomAdvanced",
         noise=link(prompt.add("RandomNoise", noise_seed=seed)),

@@ -21,13 +21,6 @@ class Text:
     font: int = 0
     size: int = 0
 
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.lines) <= LINES:
-            raise ValueError(f"{self.lines} has {len(self.lines)} lines; the word model writes 1 to {LINES}.")
-        for line in self.lines:
-            if not SHORTEST <= len(line) <= LONGEST or set(line) - set(ALPHABET):
-                raise ValueError(f"Cannot write {line!r}: a line is {SHORTEST} to {LONGEST} letters of {ALPHABET}.")
-
     @property
     def category(self) -> str:
         """Its place in CATEGORIES by lines and letters: `short` is up to five letters."""
