@@ -71,9 +71,6 @@ def test_help_pages_name_what_the_nodes_have(nodes):
     problems = set()
     for node, info in nodes.items():
         page = (HELP / f"{node}.md").read_text(encoding="utf-8")
-        title = info["display_name"]
-        if not re.match(rf"# {re.escape(title)}\n\n.+\n\n!\[{re.escape(title)}\]\(pictures/{node}\.png\)\n\n", page):
-            problems.add(f"{node}: it does not begin with its name, a sentence and its picture")
         sections = re.findall(r"^## (.+)$", page, re.MULTILINE)
         if sections[:2] != ["When to use", "Inputs"] or sections[-1] != "Typical errors":
             problems.add(f"{node}: its sections are {sections}")
@@ -92,9 +89,6 @@ def test_help_pages_are_translated(language):
     assert pages.keys() == texts.keys()
     for node, page in pages.items():
         own, english = texts[node], (HELP / f"{node}.md").read_text("utf-8")
-        title = own["display_name"]
-        if not page.startswith(f"# {title}\n") or f"\n![{title}](pictures/{node}.png)\n" not in page:
-            problems.add(f"{node}: it does not begin with its name and its picture")
         sections = len(re.findall("^## ", page, re.MULTILINE))
         if sections != len(re.findall("^## ", english, re.MULTILINE)):
             problems.add(f"{node}: it has other sections than the English page")

@@ -4,12 +4,8 @@ import pytest
 
 from support.frontend import BADGE, WARNING, add_nodes, open_frontend
 from support.node_texts import read_texts
-from support.server import PROJECT
 
 NODES = tuple(read_texts("zh"))
-
-
-HELP = PROJECT / "web" / "docs"
 LANGUAGES = {"en": "en-US", "zh": "zh-CN", "ja": "ja-JP"}
 PANEL_WIDTHS = (282, 285)  # of a help page as frontends open it, in pixels: 1.47 and 1.58
 
@@ -17,29 +13,28 @@ PANEL_WIDTHS = (282, 285)  # of a help page as frontends open it, in pixels: 1.4
 @pytest.fixture(scope="module", params=LANGUAGES)
 def page_of(request, browser, server):
     with open_frontend(browser, server.url, locale=LANGUAGES[request.param]) as page:
-        yield request.param, page
+        yield page
 
 
 @pytest.mark.parametrize("node", NODES)
 def test_help_opens_with_its_picture_and_fits(page_of, node):
-    (language, page), answers = page_of, []
+    page, answers = page_of, []
 
     def heard(response):
         answers.append(response)
 
     page.on("response", heard)
-    page.evaluate(
+    title = page.evaluate(
         """type => {
             app.graph.clear();
             const node = LiteGraph.createNode(type);
             app.graph.add(node);
             node.pos = [300, 300];
             Object.assign(app.canvas.ds, { scale: 1, offset: [0, 0] });
+            return node.title;
         }""",
         node,
     )
-    path = HELP / (f"{node}.md" if language == "en" else f"{node}/{language}.md")
-    title = path.read_text("utf-8").partition("\n")[0].removeprefix("# ")
     picture = page.locator(f".node-help-content img[alt='{title}']")
     # Press the button until it has worked: it comes and goes with selections, which the frontend first does not hear.
     page.wait_for_function(
