@@ -292,6 +292,7 @@ def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, m
         os.path.dirname(place) for place in folder_paths.get_folder_paths(FOLDER)
     ]
     monkeypatch.setitem(folder_paths.folder_names_and_paths, FOLDER, ([str(tmp_path)], {".safetensors"}))
+    monkeypatch.setattr(folder_paths, "filename_list_cache", {})
     save(calibration, tmp_path / "mine.safetensors")
     (loaded,) = LoadINT8Calibration.execute("mine.safetensors").result
     assert_same(loaded, calibration)

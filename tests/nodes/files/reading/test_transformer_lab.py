@@ -172,6 +172,7 @@ def test_saved_it_is_a_file_like_any_other(dit, small, models, load, file, tmp_p
 
 def test_the_widgets_of_the_node(dit, models, file, tmp_path, monkeypatch):
     monkeypatch.setitem(folder_paths.folder_names_and_paths, "diffusion_models", ([str(tmp_path)], {".safetensors"}))
+    monkeypatch.setattr(folder_paths, "filename_list_cache", {})  # of a folder that does not stay
     dit.write(tmp_path / NAME, file)
     dit.write(tmp_path / BASE, models["unconditional"])
     inputs = {entry.id: entry for entry in LoadINT8DiT.define_schema().inputs}
