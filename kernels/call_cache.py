@@ -23,7 +23,7 @@ def store(key: tuple, value: Any) -> Any:
 class ExpiringEntry:
     """A cached function that is removed from the cache after so many calls."""
 
-    def __init__(self, key: tuple, function: Callable[..., Any], calls: int) -> None:
+    def __init__(self, key: tuple, function: Callable[..., Any], calls: float) -> None:
         self._key, self._function, self._left = key, function, calls
 
     def __call__(self, *arguments: Any) -> Any:

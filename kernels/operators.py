@@ -42,7 +42,6 @@ OperatorLaunch = Callable[[Tensors, Sequence[torch.Tensor]], None]
 
 NAMESPACE = "int8_dit"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # an operator lives as long as its library
-_MISSING = inspect.Parameter.empty
 _WORDS = {torch.Tensor: "Tensor", str: "str", int: "int", float: "float", bool: "bool", torch.dtype: "ScalarType"}
 
 
@@ -114,12 +113,12 @@ class Operator(Generic[P, R]):
     ) -> None:
         functools.update_wrapper(self, function)
         self.function = cast("Callable[..., Iterator[Any]]", function)
-        hints, signature = get_type_hints(function), inspect.signature(function)
-        self._names = tuple(signature.parameters)
-        self._defaults = tuple(parameter.default for parameter in signature.parameters.values())
-        self._required = self._defaults.count(_MISSING)
-        self._has_out = "out" in signature.parameters
-        self._parameters = [_parameter(name, hints[name]) for name in self._names if name != "out"]
+        hints, self._signature = get_type_hints(function), inspect.signature(function)
+        names = tuple(self._signature.parameters)
+        self._defaults = tuple(parameter.default for parameter in self._signature.parameters.values())
+        self._required = self._defaults.count(inspect.Parameter.empty)
+        self._has_out = "out" in names
+        self._parameters = [_parameter(name, hints[name]) for name in names if name != "out"]
         self._fields = [parameter.fields for parameter in self._parameters]
         self._absent = [parameter.absent for parameter in self._parameters]
         self._words = words = [word for parameter in self._parameters for word in parameter.schema]
@@ -147,7 +146,7 @@ class Operator(Generic[P, R]):
 
     def __call__(self, *given: P.args, **named: P.kwargs) -> R:
         """Return the results. Raises what the function does; RuntimeError where a gradient would pass a rounding."""
-        if named or not self._required <= len(given) <= len(self._names):
+        if named or not self._required <= len(given) <= len(self._defaults):
             arguments = self._bound(given, named)
         else:
             arguments = cast(Any, given) + self._defaults[len(given) :]
@@ -163,13 +162,9 @@ class Operator(Generic[P, R]):
 
     def _bound(self, given: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Any]:
         """Return all arguments in order; raise TypeError for those that the function does not have, or lacks."""
-        rest = list(zip(self._names, self._defaults, strict=True))[len(given) :]
-        arguments = [*given, *[named.get(name, default) for name, default in rest]]
-        known = [name for name, _ in rest if name in named]
-        wrong = len(arguments) > len(self._names) or len(known) < len(named)
-        if wrong or any(argument is _MISSING for argument in arguments):
-            self.function(*given, **named)  # which says what is wrong
-        return arguments
+        bound = self._signature.bind(*given, **named)
+        bound.apply_defaults()
+        return bound.args
 
     def flat(self, arguments: Sequence[Any]) -> list[Any]:
         """Return the operator's arguments for the function's."""
@@ -256,12 +251,12 @@ class Operator(Generic[P, R]):
 
     def called_with(self, *arguments: Any) -> OperatorCall:
         """Return the description of a call with arguments like these."""
-        flat = self.flat(tuple(self._bound(arguments, {})))
+        flat = self.flat(self._bound(arguments, {}))
         return OperatorCall(self, tuple([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in flat]))
 
     def compile_by(self, threads: Any, rank: float, *arguments: Any) -> None:
         """Let background threads compile the kernel for arguments like these, whose tensors are StandIns."""
-        arguments = tuple(self._bound(arguments, {}))
+        arguments = self._bound(arguments, {})
         flat = self.flat(arguments)
         tensors, x = self._tensors(flat), flat[self._x]
         made = [type(x)(shape, dtype, x.device) for shape, dtype in self._results(arguments, tensors)]
@@ -271,7 +266,7 @@ class Operator(Generic[P, R]):
 
     def at_once(self, *given: P.args, **named: P.kwargs) -> R:
         """Return the results, by the reference while background threads compile the kernel."""
-        arguments = tuple(self._bound(given, named))
+        arguments = self._bound(given, named)
         flat = self.flat(arguments)
         tensors = self._tensors(flat)
         launch, results = self._plan(arguments, flat, tensors)
@@ -280,16 +275,8 @@ class Operator(Generic[P, R]):
             return self(*given, **named)
         return self.reference(*arguments)
 
-    def direct(self, *arguments: Any) -> Any:
-        """Return the launch past Triton for arguments of such layouts after a first call, which takes addresses that
-        are multiples of 16; None where that is not known."""
-        return getattr(self._launch_of(arguments), "direct", None)
-
-    def passing(self, *arguments: Any) -> Any:
-        """Return a launch and how many calls it serves, while tiles are tried; None where that is not known."""
-        return getattr(self._launch_of(arguments), "passing", None)
-
-    def _launch_of(self, arguments: Sequence[Any]) -> OperatorLaunch | None:
+    def launch_of(self, *arguments: Any) -> Any:
+        """Return the cached launch for arguments of such layouts; None for the reference."""
         flat = self.flat(arguments)
         return self._plan(arguments, flat, self._tensors(flat))[0]
 

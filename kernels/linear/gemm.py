@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -276,16 +277,10 @@ class TunedGemm:
         self._tried: dict[GemmConfig, GemmLaunch | KitchenLaunch] = {}
         self._ran: set[GemmConfig] = set()
 
-    @property
-    def direct(self) -> GemmLaunch | KitchenLaunch | None:
-        """The launch on addresses that all begin on 16 bytes; None while it is not known."""
-        launch = self._aligned
-        return launch if launch is not None and launch.takes_addresses else None
-
-    @property
-    def passing(self) -> tuple[GemmLaunch | KitchenLaunch, int] | None:
-        """The launch that passes on such addresses, and the number of calls, which this object gives up; or None."""
-        launch, calls = self._passing, self._left
+    def take(self) -> tuple[GemmLaunch | KitchenLaunch, float] | None:
+        """Return a launch on addresses that all begin on 16 bytes, and the number of calls that it is for, which this
+        object gives up; None while no such launch is known."""
+        launch, calls = (self._passing, self._left) if self._aligned is None else (self._aligned, math.inf)
         if launch is None or not launch.takes_addresses or not calls:
             return None
         self._left = 0

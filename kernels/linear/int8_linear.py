@@ -200,7 +200,7 @@ class RepeatedLinear:
         out = self.multiply(quantized, weight, bias, x.shape[:-1], x.dtype)
         multiply = CACHE.get((self, x.dtype, quantized[0].shape, key[-1]))
         passes = multiply is None or isinstance(multiply, ExpiringEntry)
-        quantize = None if passes else quantize_activations.direct(*quantizes)
+        quantize = None if passes else getattr(quantize_activations.launch_of(*quantizes), "direct", None)
         if quantize is not None:
             rows, row_bytes = quantized[0].shape
             store(key, (quantize, multiply, rows, rows * row_bytes + 15 & -16, (*x.shape[:-1], self._n)))
@@ -232,12 +232,10 @@ class RepeatedLinear:
         multiplies = q, q_scale, weight[0], weight[1], bias, dtype
         out = int8_gemm(*multiplies)
         if self._repeats and not is_dispatched(q):
-            launch = int8_gemm.direct(*multiplies)
-            passing = int8_gemm.passing(*multiplies) if launch is None else None
-            if passing is not None:
-                launch = ExpiringEntry(key, *passing)
-            if launch is not None:
-                store(key, launch)
+            tuned = int8_gemm.launch_of(*multiplies)
+            if tuned is not None and (taken := tuned.take()) is not None:
+                launch, calls = taken
+                store(key, launch if calls == math.inf else ExpiringEntry(key, launch, calls))
         return out.reshape(*leading, self._n)
 
     def _addresses(

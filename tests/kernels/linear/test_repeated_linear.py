@@ -50,7 +50,7 @@ def checked(monkeypatch):
             calls.append(op.name)
             return op(*args)
 
-        counting.direct, counting.passing = op.direct, op.passing
+        counting.launch_of = op.launch_of
         monkeypatch.setattr(module, op.name, counting)
     return calls
 
