@@ -73,16 +73,6 @@ def check_weight_scale(scale: torch.Tensor, channels: int) -> None:
         )
 
 
-def check_rotation_group(group: int | None, channels: int) -> None:
-    """Raise ValueError unless `group` is None or a power of 4 (at least 4) that divides `channels`."""
-    if group is None:
-        return
-    if group < 4 or group & (group - 1) or group.bit_length() % 2 == 0:
-        raise ValueError(f"rotation_group must be a power of 4, got {group}")
-    if channels % group:
-        raise ValueError(f"rotation_group {group} does not divide K = {channels}")
-
-
 def check_same_device(**tensors: torch.Tensor | None) -> None:
     """Raise ValueError unless all given tensors (None is skipped) are on one device."""
     devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import check_rotation_group, check_vector
+from ..checks import check_vector
 
 
 def rotate(x: torch.Tensor, group: int) -> torch.Tensor:
@@ -49,7 +49,11 @@ class ChannelTransform:
 
     def check(self, channels: int) -> None:
         """Raise TypeError or ValueError unless it can be applied to `channels` input channels."""
-        check_rotation_group(self.rotation_group, channels)
+        group = self.rotation_group
+        if group is not None and (group < 4 or group & (group - 1) or group.bit_length() % 2 == 0):
+            raise ValueError(f"rotation_group must be a power of 4, got {group}")
+        if group is not None and channels % group:
+            raise ValueError(f"rotation_group {group} does not divide K = {channels}")
         if self.smooth is not None:
             check_vector("smooth", self.smooth, channels, "K")
 

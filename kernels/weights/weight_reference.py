@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checks import FLOAT_DTYPES, check_dtype, check_matrix, check_same_device
+from ..checks import FLOAT_DTYPES, check_dtype, check_matrix
 from ..linear.channel_transform import UNCHANGED, ChannelTransform
 from ..linear.linear_reference import SMALLEST_SCALE
 
@@ -208,7 +208,6 @@ class GroupedCodes(NamedTuple):
             check_dtype("the codebook", codebook.dtype, torch.float32)
             if self.bits == 6 or codebook.shape != (LEVELS,):
                 raise ValueError(f"a codebook must have {LEVELS} levels, for 4 bits, got shape {list(codebook.shape)}")
-        check_same_device(codes=codes, scale=scale, codebook=codebook)
 
 
 def packed_codes(codes: torch.Tensor) -> torch.Tensor:
