@@ -1,5 +1,6 @@
 """Compile what a model will launch in background threads, before its weights are there."""
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -83,7 +84,8 @@ def _compile(
         return StandIn(shape, dtype, device)
 
     # Conversions of weights, of rank 0, come before all this.
-    for op, arguments in _calls(forms, block, new, others):
+    known = ((other.operator, other.with_tensors(new)) for other in others)
+    for op, arguments in itertools.chain(known, _calls(forms, block, new)):
         op.compile_by(beside_loading, 1, *arguments)
     products = partial(_compile_products, forms, new)
     products(_TOKENS, beside_loading)
@@ -111,10 +113,7 @@ def _compile_products(
 
 
 def _calls(
-    forms: Collection[LinearForm],
-    block: BlockForm | None,
-    new: Callable[..., Any],
-    others: Collection[OperatorCall] = (),
+    forms: Collection[LinearForm], block: BlockForm | None, new: Callable[..., Any]
 ) -> Iterator[tuple[Operator, Sequence[Any]]]:
     """Yield operators and their arguments; `new` makes a tensor of a shape and, if it is not the inputs', a dtype."""
     tokens = 4096
@@ -126,8 +125,6 @@ def _calls(
     def norm(channels: int) -> Norm:
         return Norm("rms", 1e-6, new(channels))
 
-    for other in others:
-        yield other.operator, other.with_tensors(new)
     for form in forms:
         yield quantize_activations, (new(tokens, form.k), *quantized(form))
     if block is None:
