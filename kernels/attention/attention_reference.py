@@ -32,17 +32,6 @@ def _quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return steps.float().view(x.shape), scale.view(*x.shape[:-1], 1)
 
 
-def _quantized_together(x: torch.Tensor, share: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for rows [..., T, D] that share scales: in windows of 4 `share` rows, 2 i and 2 i + 1 of all eights."""
-    *more, tokens, width = x.shape
-    padded = torch.nn.functional.pad(x, (0, 0, 0, -tokens % (4 * share)))
-    together = padded.view(*more, -1, share // 2, 4, 2, width).transpose(-4, -3)
-    steps, scale = _quantized(together.flatten(-3))
-    of_each = scale[..., None, None].expand(*together.shape[:-1], 1)
-    steps, scale = (part.transpose(-4, -3).flatten(-5, -2) for part in (steps.view(together.shape), of_each))
-    return steps[..., :tokens, :], scale[..., :tokens, :]
-
-
 def int8_attention_reference(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -50,16 +39,12 @@ def int8_attention_reference(
     mask: torch.Tensor | None,
     scale: float,
     key_mean: torch.Tensor | None,
-    share: int = 1,
 ) -> torch.Tensor:
-    """`int8_attention` in plain PyTorch, on checked tensors and a mask [B, H, TQ, TK]; values in float32.
-
-    `share` keys have a scale in common, as in the kernel for some cards.
-    """
+    """`int8_attention` in plain PyTorch, on checked tensors and a mask [B, H, TQ, TK]; values in float32."""
     keys = k.float()
     keys = _rotated(keys - (keys.mean(2) if key_mean is None else key_mean.float()).unsqueeze(-2))
     q_steps, q_scale = _quantized(_rotated(q.float()))
-    k_steps, k_scale = _quantized(keys) if share == 1 else _quantized_together(keys, share)
+    k_steps, k_scale = _quantized(keys)
     # The rotation multiplies both by the root of the channels.
     q_scale, group = q_scale * (scale / keys.shape[-1]), q.shape[1] // k.shape[1]
     k_steps, k_scale, values = (x.repeat_interleave(group, 1) for x in (k_steps.mT, k_scale.mT, v.float()))
