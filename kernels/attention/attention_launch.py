@@ -213,16 +213,12 @@ def _readable(tensors: Tensors, scale: float) -> tuple[tuple[torch.Tensor, torch
 
 
 def attend_in_int8(half_sums: bool, scale: float, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
-    """Launch the kernels on q, k, v, a mask and a mean of the keys, checked and non-empty, to fill [B, TQ, H, D]."""
+    """Launch the kernels on q, k, v and a mask, checked and non-empty, to fill [B, TQ, H, D]."""
     (q, k, v), scale = _readable(tensors, scale)
-    mask, key_mean = tensors[3:]
-    if key_mean is not None:
-        padding = padded_width(q.shape[-1]) - q.shape[-1]
-        given = key_mean.float().expand(k.shape[0], k.shape[1], q.shape[-1])
-        key_mean = torch.nn.functional.pad(given, (0, padding)).contiguous()
+    mask = tensors[3]
     channels, scaled = padded_width(q.shape[-1]), half_sums or v.dtype == torch.float32 or not v.is_cuda
     tiles = _usable_gluon_tiles(v, channels, half_sums, scaled) if mask is None else None
-    operands = quantized_operands(q, k, v, scale, key_mean, scaled, tiles.share if tiles is not None else 1)
+    operands = quantized_operands(q, k, v, scale, None, scaled, tiles.share if tiles is not None else 1)
     if scaled:
         v = operands.v.unflatten(0, k.shape[:2])
     if tiles is not None:

@@ -33,16 +33,11 @@ def _quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def int8_attention_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    key_mean: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     """`int8_attention` in plain PyTorch, on checked tensors and a mask [B, H, TQ, TK]; values in float32."""
     keys = k.float()
-    keys = _rotated(keys - (keys.mean(2) if key_mean is None else key_mean.float()).unsqueeze(-2))
+    keys = _rotated(keys - keys.mean(2, keepdim=True))
     q_steps, q_scale = _quantized(_rotated(q.float()))
     k_steps, k_scale = _quantized(keys)
     # The rotation multiplies both by the root of the channels.

@@ -22,22 +22,21 @@ def int8_attention(
     v: torch.Tensor,
     mask: torch.Tensor | None = None,
     scale: float | None = None,
-    key_mean: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return softmax(q k^T scale + mask) v with q and k in INT8, rotated by a Hadamard matrix, with a scale per token.
 
     On Ampere and Ada cards, without a mask, 8 or 16 keys have a scale in common. The softmax and its sums are in
     float32. Probabilities and values are multiplied in the dtype of `v`; on GeForce cards in fp16, with a scale per
     channel of `v` and fp16 sums over a tile of keys.
-    One vector is subtracted from all keys of a head before they are rounded. That changes no probability (softmax is
-    the same for logits less a constant), and without their mean the keys round finer (SageAttention, arXiv 2410.02367).
+    The mean of up to 64 keys of a head is subtracted from all before they are rounded. That changes no probability
+    (softmax is the same for logits less a constant), and without their mean the keys round finer (SageAttention, arXiv
+    2410.02367).
 
     Args:
         q: [B, H, TQ, D] bf16, fp16 or fp32, D up to WIDEST_HEAD on a card, of any strides.
         k, v: [B, HK, TK, D] of the dtype of `q`, HK a divisor of H.
         mask: bool, True where a key counts, or a float that is added to the logits; broadcastable to [B, H, TQ, TK].
         scale: of the logits; None for 1 / sqrt(D).
-        key_mean: the vectors, [HK, D] or [B or 1, HK, D]; None for the mean of up to 64 keys.
 
     Returns:
         [B, H, TQ, D] of the dtype of `q`, a token's heads side by side in memory. Rows that may see no key are zeros. A
@@ -47,16 +46,10 @@ def int8_attention(
     rounding.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return _int8_attention(q, k, v, mask, factor, key_mean).transpose(1, 2)
+    return _int8_attention(q, k, v, mask, factor).transpose(1, 2)
 
 
-def _checked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    key_mean: torch.Tensor | None = None,
-) -> list[Result]:
+def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> list[Result]:
     """Return the output's shape and dtype; raise TypeError or ValueError for tensors that do not fit together."""
     if q.dtype not in FLOAT_DTYPES or not q.dtype == k.dtype == v.dtype:
         kinds = f"{q.dtype}, {k.dtype} and {v.dtype}"
@@ -73,10 +66,6 @@ def _checked(
         given = (1,) * (4 - mask.ndim) + tuple(mask.shape)
         if len(given) != 4 or any(size not in (1, whole) for size, whole in zip(given, full, strict=True)):
             raise ValueError(f"mask must be broadcastable to {full}, got {tuple(mask.shape)}")
-    if key_mean is not None:
-        given, full = (1,) * (3 - key_mean.ndim) + tuple(key_mean.shape), (k.shape[0], k.shape[1], k.shape[3])
-        if not key_mean.is_floating_point() or given[1:] != full[1:] or given[0] not in (1, full[0]):
-            raise ValueError(f"key_mean must be floating point {full[1:]} or {full}, got {tuple(key_mean.shape)}")
     return [((q.shape[0], q.shape[2], q.shape[1], q.shape[3]), q.dtype)]
 
 
@@ -92,16 +81,11 @@ def _by_reference(
 
 @operator(kernel="attention.attention_launch", rounds=("q", "k", "v"))
 def _int8_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    key_mean: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> Operation[torch.Tensor]:
     """[B, TQ, H, D]."""
-    yield _checked(q, k, v, mask, key_mean)
-    yield _by_reference(partial(int8_attention_reference, scale=scale, key_mean=key_mean), q, k, v, mask)
+    yield _checked(q, k, v, mask)
+    yield _by_reference(partial(int8_attention_reference, scale=scale), q, k, v, mask)
 
 
 def takes_float_attention(q: torch.Tensor, v: torch.Tensor) -> bool:

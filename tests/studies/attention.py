@@ -54,7 +54,7 @@ def as_on(capability: tuple[int, int], operands: AttentionOperands):
         out = torch.empty(q.transpose(1, 2).shape, dtype=q.dtype, device=q.device)
         with mock.patch.object(launching, "_capability", lambda _: capability):
             half_sums = capability in launching._HALF_SUMS
-            launching.attend_in_int8(half_sums, q.shape[-1] ** -0.5, (q, k, v, None, None), (out,))
+            launching.attend_in_int8(half_sums, q.shape[-1] ** -0.5, (q, k, v, None), (out,))
         return out.transpose(1, 2)
 
     return run

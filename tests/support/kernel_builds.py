@@ -163,10 +163,8 @@ def _attend(build: Build) -> None:
     if build.kind:
         word, _, mask_rows = build.kind.partition(" ")
         mask = new(2, 1, 1008 if mask_rows == "many" else 1, 1008, dtype=DTYPES[word])[..., :tokens, :tokens]
-    if build.kernel == "float":
-        _launch_op(int8_attention._float_attention, (q, k, v, mask, 1.0))
-    else:
-        _launch_op(int8_attention._int8_attention, (q, k, v, mask, 1.0, None))
+    op = int8_attention._float_attention if build.kernel == "float" else int8_attention._int8_attention
+    _launch_op(op, (q, k, v, mask, 1.0))
 
 
 def compiled(build: Build):

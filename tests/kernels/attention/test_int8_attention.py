@@ -44,10 +44,10 @@ def floats(q, k, v, mask=None, scale=None):
     return float_attention(q, k, v, mask, scale)
 
 
-def of_reference(q, k, v, mask=None, scale=None, key_mean=None):
+def of_reference(q, k, v, mask=None, scale=None):
     full = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return int8_attention_reference(q, k, v, full, scale, key_mean)
+    return int8_attention_reference(q, k, v, full, scale)
 
 
 # What computes, with which operands and how near. Exact attention has heads of 129 channels and more.
@@ -137,7 +137,7 @@ def test_the_kernel_in_gluon(monkeypatch, capability, width):
         launched.clear()
         q, k, v = operands(**shape, width=width)
         out = torch.empty_like(q)
-        attend_in_int8(half_sums, width**-0.5, (q, k, v, None, None), (out.transpose(1, 2),))
+        attend_in_int8(half_sums, width**-0.5, (q, k, v, None), (out.transpose(1, 2),))
         assert relative_error(out, exact(q, k, v)) < NORMAL
         assert bool(launched) == (half_sums or width in (64, 128))
 
@@ -174,9 +174,6 @@ def test_a_common_vector_of_keys_costs_nothing(compute):
     q, k, v = operands(tk=200)
     strong = k + 20 * heads(1, 2, 1, 64, 5)
     assert relative_error(compute(q, strong, v), exact(q, strong, v)) < NORMAL
-    for key_mean in (strong.float().mean(2), strong.float().mean((0, 2))):
-        result = compute(q, strong, v, key_mean=key_mean)
-        assert relative_error(result, exact(q, strong, v)) < NORMAL
 
 
 def test_channels_with_outliers_are_rotated():
@@ -196,7 +193,7 @@ def test_other_dtypes_sums_and_large_values(dtype, size, half_sums):
     q, k, v = operands(tk=200, width=128, dtype=dtype)
     v = (v.float() * size / v.float().abs().max()).to(dtype)
     out = torch.empty_like(q)
-    attend_in_int8(half_sums, 0.05, (q, k, v, None, None), (out.transpose(1, 2),))
+    attend_in_int8(half_sums, 0.05, (q, k, v, None), (out.transpose(1, 2),))
     assert relative_error(out, exact(q, k, v, scale=0.05)) < (1 if size == 4 else 2) * NORMAL
 
 
@@ -271,7 +268,6 @@ def test_any_strides():
         ({"k": (1, 3, 70, 64), "v": (1, 3, 70, 64)}, ValueError, "divide"),
         ({"mask": (2, 40, 71)}, ValueError, "broadcastable"),
         ({"mask": torch.int32}, TypeError, "mask must be"),
-        ({"key_mean": (3, 64)}, ValueError, "key_mean"),
     ),
     ids=str,
 )
@@ -297,7 +293,7 @@ def test_gradients_and_narrow_heads_are_refused():
 def test_operators():
     q, k, v = operands(tq=20, tk=30)
     mask = masks(1, 2, 20, 30)["bool"]
-    torch.library.opcheck(torch.ops.int8_dit.int8_attention.default, (q, k, v, mask, 0.1, None))
+    torch.library.opcheck(torch.ops.int8_dit.int8_attention.default, (q, k, v, mask, 0.1))
     torch.library.opcheck(torch.ops.int8_dit.float_attention.default, (*operands(tq=20, tk=30, **FLOATS), mask, 0.1))
 
 

@@ -74,7 +74,7 @@ def install(monkeypatch):
     def install(kernel, kind, halves=None):
         if kind == INT8:
 
-            def own(q, k, v, mask=None, scale=None, key_mean=None):
+            def own(q, k, v, mask=None, scale=None):
                 return kernel(q, k, v, scale=scale, **({} if mask is None else {"attn_mask": mask}))
 
             monkeypatch.setattr("int8_dit.nodes.attention.attention_kinds.int8_attention", own)
