@@ -160,7 +160,7 @@ class Operator(Generic[P, R]):
         _, results = self.function(*arguments)
         return cast(R, results)
 
-    def _bound(self, given: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Any]:
+    def _bound(self, given: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return all arguments in order; raise TypeError for those that the function does not have, or lacks."""
         bound = self._signature.bind(*given, **named)
         bound.apply_defaults()
