@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -97,8 +97,7 @@ class AttentionOperands:
         return torch.stack(results).unflatten(0, (call.batch, call.heads))
 
 
-@dataclass(frozen=True)
-class AttentionMethod:
+class AttentionMethod(NamedTuple):
     """A way to compute attention; `name`, `foreign` and `small` are as Method has them.
 
     `call` returns a function to time, of an index that is always 0. It raises Unavailable or LookupError where this
@@ -108,7 +107,7 @@ class AttentionMethod:
     name: str
     call: Callable[[AttentionOperands], Callable[[int], torch.Tensor]]
     foreign: bool = True
-    small: ClassVar[bool] = True
+    small = True
 
 
 def _exact(way: str, operands: AttentionOperands) -> Callable[[int], torch.Tensor]:

@@ -6,7 +6,7 @@ fast, leaves 1 - p + p / s of it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..card.device import BF16
 from .attention_rows import AttentionSizes
@@ -39,8 +39,7 @@ class BlockCalls(Calls):
     """Of a copy of one block on the fused kernels; None where none could be made."""
 
 
-@dataclass(frozen=True)
-class ForwardSplit:
+class ForwardSplit(NamedTuple):
     """One forward of a model in milliseconds."""
 
     total: float

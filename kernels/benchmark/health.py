@@ -6,7 +6,7 @@ A throttled card multiplies bf16 too slowly, and every ratio to bf16 would flatt
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,7 @@ _PROBE = 8192  # M = N = K of the product that is measured
 _ROUNDS = 3
 
 
-@dataclass(frozen=True)
-class Health:
+class Health(NamedTuple):
     """The findings of the gate; rates are of bf16, in 10^12 operations per second."""
 
     teraflops: float | None

@@ -6,8 +6,7 @@ A new row is a function and an entry of BENCHMARK_METHODS. `tests/studies/linear
 import importlib
 import importlib.util
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +27,7 @@ from .shape_results import LinearShape, ShapeResult, Unavailable, sampled_rows
 _ERROR_COLUMNS = 1024  # of a float64 weight at a time
 
 
-@dataclass(frozen=True)
-class WeightForm:
+class WeightForm(NamedTuple):
     """A form in which methods hold their weight."""
 
     bytes_per_weight: float
@@ -247,8 +245,7 @@ def fused_gguf(operands: Operands, scale: torch.Tensor) -> Call:
     return lambda weight: int8_linear(operands.x, expand_gguf(weight, "Q4_K", scale), scale)
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """A way to compute a linear."""
 
     name: str

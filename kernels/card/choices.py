@@ -7,9 +7,8 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +21,7 @@ Shape = tuple
 """(size, size, *class): times are compared within a class. (N, K) of a linear, or an AttentionShape."""
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The measurements of a healthy card."""
 
     date: str

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -36,8 +36,7 @@ AUTO_CHOICES = Choices("auto", ("n", "k"), WAYS, _machine_of)
 """Kernel Benchmark's choices of linears. Without a clear winner the fused kernel runs: in blocks it saves more."""
 
 
-@dataclass(frozen=True)
-class ComputePath:
+class ComputePath(NamedTuple):
     """How INT8 linears compute, one of WAYS, and the reason in words for the user."""
 
     kind: str

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 # Each with the numbers of programs that may share the K of a tile.
 _SPLITS = {"pointers": (1, 2, 3, 5), "descriptors": (1, 2, 3, 5), "ring": (1, 2, 3, 4, 5), "kitchen": (1,)}
@@ -58,8 +59,7 @@ class GemmConfig:
         return max(16, min(self.block_n, 1 << (max(1, columns).bit_length() - 1)))
 
 
-@dataclass(frozen=True)
-class Architecture:
+class Architecture(NamedTuple):
     """A family of cards that run the same configurations.
 
     Attributes:

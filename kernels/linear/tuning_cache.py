@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from filelock import FileLock
@@ -47,8 +47,7 @@ class TuningKey:
     passes: int = 1
 
 
-@dataclass(frozen=True)
-class Tried:
+class Tried(NamedTuple):
     """The measured candidates of a key.
 
     Attributes:

@@ -3,8 +3,8 @@ both or neither), and all linears quantized with the one that loses least."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +25,7 @@ FloatWeight = Callable[[], torch.Tensor]
 """Loads a weight [N, K], bf16, fp16 or fp32, to the device that shall do the work; called when it is needed."""
 
 
-@dataclass(frozen=True)
-class TransformPlan:
+class TransformPlan(NamedTuple):
     """A `ChannelTransform` whose factors are not known yet: smoothing by `alpha` (None: none), then rotation of
     `rotation_group` channels at a time (None: none)."""
 
@@ -74,8 +73,7 @@ def transform_candidates(
     }[method]
 
 
-@dataclass(frozen=True)
-class QuantizedLinear:
+class QuantizedLinear(NamedTuple):
     """A linear in INT8, in host memory.
 
     Attributes:

@@ -10,8 +10,8 @@ tries the neighbours of its own.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -249,8 +249,7 @@ def quantize_q6_k(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([low, high, sc.to(torch.int8).view(torch.uint8), _bytes_of(d.half())], -1)
 
 
-@dataclass(frozen=True)
-class GGUFFormat:
+class GGUFFormat(NamedTuple):
     """A block format.
 
     Attributes:

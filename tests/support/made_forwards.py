@@ -1,7 +1,5 @@
 """Made-up forwards of a model, and times of their linears."""
 
-import dataclasses
-
 from kernels.benchmark.forward_split import BlockCalls, Calls, ForwardSplit
 from kernels.benchmark.methods import BF16, COMFYUI_INT8, FUSED
 from kernels.benchmark.shape_results import LinearShape, ShapeResult
@@ -9,8 +7,8 @@ from kernels.benchmark.shape_results import LinearShape, ShapeResult
 QKV, DOWN, TINY = (LinearShape(*each) for each in (("qkv", 30, 10, 100), ("w2", 10, 40, 100), ("tiny", 30, 10, 1)))
 SPLIT = ForwardSplit(99.0, 100.0, {QKV: Calls(4, 40.0), DOWN: Calls(2, 22.0), TINY: Calls(1, 0.5)}, 20.0)
 BLOCKS = (BlockCalls(4, 60.0, "double", 2.0), BlockCalls(8, 38.0, "single", 2.0))
-IN_BLOCKS = dataclasses.replace(SPLIT, blocks=BLOCKS)
-WAITING = dataclasses.replace(SPLIT, watched=300.0)
+IN_BLOCKS = SPLIT._replace(blocks=BLOCKS)
+WAITING = SPLIT._replace(watched=300.0)
 
 
 def result(shape, **milliseconds):

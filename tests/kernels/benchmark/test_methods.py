@@ -1,6 +1,5 @@
 """The benchmark: its arithmetic on made-up figures, what it leaves out, and what its rows compute."""
 
-import dataclasses
 import gc
 import importlib.util
 import json
@@ -44,7 +43,7 @@ def methods(*names, **changes):
     """Entries of the table by name, some of their attributes replaced."""
     chosen = [method for method in BENCHMARK_METHODS if method.name in names]
     assert len(chosen) == len(names)
-    return [dataclasses.replace(method, **changes) for method in chosen]
+    return [method._replace(**changes) for method in chosen]
 
 
 def test_the_table_of_methods_is_consistent():
