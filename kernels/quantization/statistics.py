@@ -89,21 +89,16 @@ class ActivationStatistics:
     """Statistics of one linear's input, gathered call by call on the input's device, the same until `to_host`.
 
     Attributes:
-        calls: number of inputs seen.
-        sample: some of their rows.
+        sample: some of the inputs' rows.
     """
 
     def __init__(
-        self,
-        calls: int = 0,
-        sample: RowSample | None = None,
-        absmax: torch.Tensor | None = None,
-        spikiness: float = 0.0,
+        self, sample: RowSample | None = None, absmax: torch.Tensor | None = None, spikiness: float = 0.0
     ) -> None:
-        """`absmax` and `spikiness`, a sum, are those of so many calls, all of them finite."""
-        self.calls, self.sample, self._absmax = calls, sample or RowSample(), absmax
+        """`absmax` and `spikiness`, a sum, are those of the sample's calls, all of them finite."""
+        self.sample, self._absmax = sample or RowSample(), absmax
         self._spikiness: torch.Tensor | float = spikiness
-        self._finite_calls: torch.Tensor | int = calls  # before the first that was not
+        self._finite_calls: torch.Tensor | int = self.calls  # before the first that was not
         self._recent: list[torch.Tensor] = []  # channel magnitudes of calls that are not in the two above yet
 
     def update(self, x: torch.Tensor) -> None:
@@ -111,7 +106,6 @@ class ActivationStatistics:
         if x.numel() == 0:
             return
         rows = x.detach().reshape(-1, x.shape[-1])
-        self.calls += 1
         self.sample.offer(rows)
         self._recent.append(torch.linalg.vector_norm(rows, ord=math.inf, dim=0))
         if len(self._recent) == _CALLS_TOGETHER:
@@ -132,6 +126,11 @@ class ActivationStatistics:
         self._finite_calls = self._finite_calls + finite * all_before
         absmax = magnitudes.amax(dim=0)
         self._absmax = absmax if self._absmax is None else torch.maximum(self._absmax.to(absmax.device), absmax)
+
+    @property
+    def calls(self) -> int:
+        """Number of inputs seen."""
+        return self.sample.calls
 
     @property
     def absmax(self) -> torch.Tensor | None:
@@ -185,7 +184,7 @@ class ActivationStatistics:
             raise ValueError(f"the sampled rows are of {len(parts)} calls out of {calls}, or some have none")
         if not all(bool((part.abs() <= absmax).all()) for part in parts):
             raise ValueError("the sampled rows hold a NaN or Inf, or a value above the largest of all rows")
-        return cls(calls, RowSample(calls, parts), absmax, spikiness * calls)
+        return cls(RowSample(calls, parts), absmax, spikiness * calls)
 
     @classmethod
     def merged(cls, several: Sequence["ActivationStatistics"]) -> "ActivationStatistics":
@@ -201,7 +200,6 @@ class ActivationStatistics:
         if len(widths) > 1:
             raise ValueError(f"statistics of {' and '.join(map(str, sorted(widths)))} channels cannot be merged")
         return cls(
-            sum(statistics.calls for statistics in several),
             RowSample.merged([statistics.sample for statistics in several]),
             torch.stack(absmaxes).amax(dim=0) if absmaxes else None,
             sum(float(statistics._spikiness) for statistics in several),
