@@ -206,11 +206,9 @@ class Layout:
         """Launch on the tensors to fill the results behind them."""
         launch = self._aligned
         if launch is not None and launch.direct is not None and self._as_read is None:
-            first, together = tensors[0].data_ptr(), 0
+            first = tensors[0].data_ptr()
             pointers = [first if tensor is None else tensor.data_ptr() for tensor in (*tensors, *results)]
-            for pointer in pointers:
-                together |= pointer
-            if not together & 15:
+            if begin_on_16(pointers) is None:
                 with on_device(results[0].device):
                     launch.direct(*self.grid, *pointers, *self.numbers)
                 return
