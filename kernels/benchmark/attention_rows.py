@@ -16,9 +16,10 @@ from ..attention.exact_attention import (
     attend_by,
     exact_ways,
 )
-from ..attention.int8_attention import int8_attention, int8_attention_obstacle
+from ..attention.int8_attention import int8_attention
 from ..internals.kitchen import kitchen_attention
 from ..internals.torch_functions import with_backend_order
+from .methods import require_fused
 from .shape_results import ERROR_ROWS, Times, Unavailable, sampled_rows
 
 _MOST_TOKENS_OF_IDEOGRAM4 = 1 << 15  # the time grows with their square
@@ -129,8 +130,7 @@ def _kitchen(operands: AttentionOperands) -> Callable[[int], torch.Tensor]:
 
 
 def _own_int8(operands: AttentionOperands) -> Callable[[int], torch.Tensor]:
-    if obstacle := "no GPU" if operands.device.type != "cuda" else int8_attention_obstacle(operands.device):
-        raise Unavailable(obstacle)
+    require_fused(operands.device)
     return lambda _: int8_attention(operands.q, operands.k, operands.v, operands.mask)
 
 

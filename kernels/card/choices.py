@@ -68,8 +68,7 @@ class Choices:
         self._kind, self._fields, self._ways = kind, fields, ways
         self.stored = functools.cache(self._stored)
         """Return the choice that counts for a GPU, or None where none was stored for it and its versions."""
-        self.read_anew = self.stored.cache_clear
-        self.after_change: list[Callable[[], object]] = [self.read_anew]
+        self.after_change: list[Callable[[], object]] = [self.stored.cache_clear]
         """Called after a change, to clear the caches of what follows from a choice."""
 
     def decide_by(self, device: torch.device, choice: Choice | None) -> bool:

@@ -40,10 +40,6 @@ def exact(q, k, v, mask=None, scale=None):
     )
 
 
-def floats(q, k, v, mask=None, scale=None):
-    return float_attention(q, k, v, mask, scale)
-
-
 def of_reference(q, k, v, mask=None, scale=None):
     full = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -54,7 +50,7 @@ def of_reference(q, k, v, mask=None, scale=None):
 COMPUTED = {
     "int8": (int8_attention, {}, NORMAL),
     "reference": (of_reference, {}, NORMAL),
-    "floats": (floats, FLOATS, 4e-3 if DEVICE == "cuda" else 1e-3),
+    "floats": (float_attention, FLOATS, 4e-3 if DEVICE == "cuda" else 1e-3),
 }
 both = pytest.mark.parametrize("compute", (int8_attention, of_reference), ids=("kernels", "reference"))
 each = pytest.mark.parametrize("compute, form, rounding", COMPUTED.values(), ids=COMPUTED)

@@ -48,14 +48,14 @@ def choices(request, folder, monkeypatch):
     """The choices of a made-up card; set an item of its `machine` to make it another one."""
     machine = {"card": NAME, "driver": "1"}
     monkeypatch.setattr(request.param, "machine", lambda device: machine)
-    request.param.read_anew()
+    request.param.stored.cache_clear()
     yield request.param
-    request.param.read_anew()
+    request.param.stored.cache_clear()
 
 
 def stored_anew(choices):
     """As in another process."""
-    choices.read_anew()
+    choices.stored.cache_clear()
     return choices.stored(CARD)
 
 
