@@ -24,23 +24,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """The tile sizes of the attention kernel.
+    """The tile sizes of the attention kernel; warps and stages are as Triton has them."""
 
-    Attributes:
-        rows, keys: of a tile of logits.
-        part: channels of a sum of values: at most `rows`, or two warps share rows on an Ampere card.
-        warps, stages: as Triton has them.
-        ahead: whether a tile's products are computed while the one before is worked on.
-        share: keys that have a scale in common, in Gluon.
-    """
-
-    rows: int
+    rows: int  # of a tile of logits
     keys: int
-    part: int
+    part: int  # channels of a sum of values: at most `rows`, or two warps share rows on an Ampere card
     warps: int
     stages: int
-    ahead: bool = False
-    share: int = 1
+    ahead: bool = False  # whether a tile's products are computed while the one before is worked on
+    share: int = 1  # keys that have a scale in common, in Gluon
 
 
 # By channels of a head, padded to a power of two.

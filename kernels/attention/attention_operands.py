@@ -213,21 +213,17 @@ _WARPS = 4
 
 
 class AttentionOperands(NamedTuple):
-    """The tensors that the attention kernel reads.
+    """The tensors that the attention kernel reads. D is the head's width padded to a power of two.
 
-    Attributes:
-        q, k: int8 [B H, TQ, D] and [B HK, TK padded, D], D the head's width padded to a power of two.
-        q_scale, k_scale: float32 [B H, TQ] and [B HK, TK padded / share]: of `share` keys each. Of a window of 4 share
-            keys in order, columns 2 i and 2 i + 1 of all eights have the scale i in common.
-        v: fp16 [B HK, TK, D] with v_scale float32 [B HK, D], or the values as they came with None.
+    Of a window of 4 `share` keys in order, columns 2 i and 2 i + 1 of all eights have the scale i in common.
     """
 
-    q: torch.Tensor
-    q_scale: torch.Tensor
-    k: torch.Tensor
-    k_scale: torch.Tensor
-    v: torch.Tensor
-    v_scale: torch.Tensor | None
+    q: torch.Tensor  # int8 [B H, TQ, D]
+    q_scale: torch.Tensor  # float32 [B H, TQ]
+    k: torch.Tensor  # int8 [B HK, TK padded, D]
+    k_scale: torch.Tensor  # float32 [B HK, TK padded / share], of `share` keys each
+    v: torch.Tensor  # fp16 [B HK, TK, D], or as the values came
+    v_scale: torch.Tensor | None  # float32 [B HK, D]; None for values as they came
 
 
 def quantized_operands(

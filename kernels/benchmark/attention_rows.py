@@ -33,13 +33,10 @@ class AttentionSizes:
 
     name: str
     heads: int
-    shape: AttentionShape
-    """Of each head."""
-    key_heads: int
-    """Of k and v."""
+    shape: AttentionShape  # of each head
+    key_heads: int  # of k and v
     batch: int = 1
-    count: int = 1
-    """Of such calls in a forward."""
+    count: int = 1  # of such calls in a forward
 
     def place(self) -> str:
         """Return heads, their width and the tokens, in words."""

@@ -35,29 +35,21 @@ class BlockCalls(Calls):
     """The calls of the blocks of one list of a model, which is named by its module path."""
 
     name: str
-    speedup: float | None
-    """Of a copy of one block on the fused kernels; None where none could be made."""
+    speedup: float | None  # of a copy of one block on the fused kernels; None where none could be made
 
 
 class ForwardSplit(NamedTuple):
     """One forward of a model in milliseconds."""
 
-    total: float
-    """Of the whole, undisturbed."""
-    watched: float
-    """The same with a clock at each block, linear and attention."""
+    total: float  # of the whole, undisturbed
+    watched: float  # the same with a clock at each block, linear and attention
+    # Those that INT8 takes over: calls of the same product, named after the first such linear.
     linears: Mapping[LinearShape, Calls]
-    """Those that INT8 takes over: calls of the same product, named after the first such linear."""
-    attention: float
-    """Without the linears around it."""
-    in_bf16: bool = False
-    """Whether the model as it is computes all linears in floats."""
-    blocks: Sequence[BlockCalls] = ()
-    """The repeated blocks, which hold nearly all linears."""
-    attention_calls: Sequence[AttentionSizes] = ()
-    """Those that together take nearly all of its time, the longest first."""
-    working_bytes: int = 0
-    """The most that it takes of the card beside its weights."""
+    attention: float  # without the linears around it
+    in_bf16: bool = False  # whether the model as it is computes all linears in floats
+    blocks: Sequence[BlockCalls] = ()  # the repeated blocks, which hold nearly all linears
+    attention_calls: Sequence[AttentionSizes] = ()  # those that together take nearly all of its time, the longest first
+    working_bytes: int = 0  # the most that it takes of the card beside its weights
 
     @property
     def waits_for_python(self) -> bool:

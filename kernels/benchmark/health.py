@@ -32,12 +32,9 @@ _ROUNDS = 3
 class Health(NamedTuple):
     """The findings of the gate; rates are of bf16, in 10^12 operations per second."""
 
-    teraflops: float | None
-    """As measured; None without a GPU."""
-    expected: float | None
-    """The card's peak; None where the card is not known."""
-    faults: tuple[str, ...] = ()
-    """A sentence each."""
+    teraflops: float | None  # as measured; None without a GPU
+    expected: float | None  # the card's peak; None where the card is not known
+    faults: tuple[str, ...] = ()  # a sentence each
 
     @property
     def healthy(self) -> bool:

@@ -31,8 +31,8 @@ class WeightForm(NamedTuple):
     """A form in which methods hold their weight."""
 
     bytes_per_weight: float
+    # Returns the weight [N, K] and its float32 scale. Raises Unavailable.
     make: Callable[["Operands"], tuple[torch.Tensor, torch.Tensor]]
-    """Return the weight [N, K] and its float32 scale. Raises Unavailable."""
 
 
 class Operands:
@@ -248,19 +248,13 @@ def fused_gguf(operands: Operands, scale: torch.Tensor) -> Call:
 class Method(NamedTuple):
     """A way to compute a linear."""
 
-    name: str
-    """The heading of its row, and its key in results."""
+    name: str  # the heading of its row, and its key in results
     form: WeightForm
-    prepare: Prepare
-    """(operands, the form's scale) -> the call that is timed: weight -> [M, N] in bf16 or fp16."""
-    require: Callable[[torch.device], object] = lambda device: None
-    """Raises Unavailable where the method does not exist."""
-    foreign: bool = False
-    """Whether it is the code of others: then an error leaves the row out."""
-    small: bool = False
-    """Whether a call allocates nothing large. Others are prepared after it: they may take the memory."""
-    tick: str = ""
-    """The node's widget that switches it on and off; "" is always on."""
+    prepare: Prepare  # (operands, the form's scale) -> the call that is timed: weight -> [M, N] in bf16 or fp16
+    require: Callable[[torch.device], object] = lambda device: None  # raises Unavailable where there is no such method
+    foreign: bool = False  # whether it is the code of others: then an error leaves the row out
+    small: bool = False  # whether a call allocates nothing large: others, prepared after it, may take the memory
+    tick: str = ""  # the node's widget that switches it on and off; "" is always on
 
     def call(self, operands: Operands) -> Callable[[int], torch.Tensor]:
         """Return the call with the copy of the weight at an index. Raises Unavailable where this machine or this shape

@@ -93,19 +93,14 @@ def deployment_table(results: Sequence[ShapeResult]) -> tuple[list[str], list[li
 class Outcome:
     """The findings of one run."""
 
-    machine: dict[str, str]
-    """Card, driver, versions and date."""
+    machine: dict[str, str]  # card, driver, versions and date
     health: Health
     linears: Sequence[ShapeResult]
-    attention: Sequence[AttentionResult]
-    """Of the longest kinds of attention calls."""
-    split: ForwardSplit | None
-    """None where no forward of a MODEL was measured."""
-    sentences: list[str]
-    """Conclusions, the most important first."""
+    attention: Sequence[AttentionResult]  # of the longest kinds of attention calls
+    split: ForwardSplit | None  # None where no forward of a MODEL was measured
+    sentences: list[str]  # conclusions, the most important first
     remarks: list[str]
-    to_load: Sequence[LoadedForm] = ()
-    """Ways to load the MODEL, the most exact first; none where its forward was not predicted."""
+    to_load: Sequence[LoadedForm] = ()  # ways to load the MODEL, the most exact first; none without a predicted forward
 
     @property
     def headline(self) -> str:

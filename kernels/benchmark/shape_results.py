@@ -33,16 +33,12 @@ def sampled_rows(count: int, device: torch.device) -> torch.Tensor:
 class Times:
     """The times of the methods that compute one thing."""
 
-    reference: ClassVar[str]
-    """The method that others are compared with."""
-    rounds: dict[str, list[float]] = field(default_factory=dict)
-    """Milliseconds per round."""
+    reference: ClassVar[str]  # the method that others are compared with
+    rounds: dict[str, list[float]] = field(default_factory=dict)  # milliseconds per round
+    # ||method - float64|| / ||float64|| on a sample of rows of this random data.
     relative_errors: dict[str, float] = field(default_factory=dict)
-    """||method - float64|| / ||float64|| on a sample of rows of this random data."""
-    looped: list[str] = field(default_factory=list)
-    """Methods that no CUDA graph could capture."""
-    absent: dict[str, str] = field(default_factory=dict)
-    """Why a method did not run."""
+    looped: list[str] = field(default_factory=list)  # methods that no CUDA graph could capture
+    absent: dict[str, str] = field(default_factory=dict)  # why a method did not run
 
     @property
     def name(self) -> str:
@@ -151,10 +147,8 @@ class ShapeResult(Times):
     reference: ClassVar[str] = BF16
     shape: LinearShape
     m: int
-    copies: int = 1
-    """Copies of the weight that the calls rotated over."""
-    weight_bytes: dict[str, float] = field(default_factory=dict)
-    """What the method's form of the weight takes."""
+    copies: int = 1  # copies of the weight that the calls rotated over
+    weight_bytes: dict[str, float] = field(default_factory=dict)  # what the method's form of the weight takes
 
     @property
     def name(self) -> str:

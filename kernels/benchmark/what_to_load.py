@@ -28,52 +28,31 @@ _COPIES = 5
 
 
 class LoadedSizes(NamedTuple):
-    """The weights of one step.
+    """The weights of one step."""
 
-    Attributes:
-        models: how many models it runs.
-        linears: how many weights the linears have that become INT8, in all models.
-        others: bytes of everything else.
-    """
-
-    models: int
-    linears: int
-    others: int
+    models: int  # how many it runs
+    linears: int  # how many weights the linears have that become INT8, in all models
+    others: int  # bytes of everything else
 
 
 class Room(NamedTuple):
-    """The bytes that a machine has for a model, and bytes a second.
+    """The bytes that a machine has for a model, and bytes a second."""
 
-    Attributes:
-        card: for weights, beside a step.
-        host: in host memory.
-        step: what a forward takes beside its weights.
-        bus: the rate from pinned host memory to the card.
-    """
-
-    card: int
-    host: int
-    step: int
-    bus: float
+    card: int  # for weights, beside a step
+    host: int  # in host memory
+    step: int  # what a forward takes beside its weights
+    bus: float  # the rate from pinned host memory to the card
 
 
 class LoadedForm(NamedTuple):
-    """A way to load a model, and what follows on one machine.
-
-    Attributes:
-        weights: bytes of all weights of a step.
-        streamed: bytes that each step fetches from host memory.
-        milliseconds: of a step.
-        peak: bytes of the card.
-        fits: whether the host can hold one model, and what is streamed.
-    """
+    """A way to load a model, and what follows on one machine."""
 
     name: str
-    weights: int
-    streamed: int
-    milliseconds: float
-    peak: int
-    fits: bool
+    weights: int  # bytes of all weights of a step
+    streamed: int  # bytes that each step fetches from host memory
+    milliseconds: float  # of a step
+    peak: int  # bytes of the card
+    fits: bool  # whether the host can hold one model, and what is streamed
 
     @property
     def seconds(self) -> float:

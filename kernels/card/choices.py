@@ -24,10 +24,8 @@ Shape = tuple
 class Choice(NamedTuple):
     """The measurements of a healthy card."""
 
-    date: str
-    """In ISO 8601."""
-    milliseconds: Mapping[Shape, Mapping[str, float]]
-    """Of each way that ran, for at least one shape."""
+    date: str  # in ISO 8601
+    milliseconds: Mapping[Shape, Mapping[str, float]]  # of each way that ran, for at least one shape
 
     def fastest(self, shape: Shape, ways: Collection[str], usual: str) -> str | None:
         """Return the fastest of `ways` for a shape, `usual` where no other is clearly faster; None where none ran.

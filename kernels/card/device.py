@@ -41,10 +41,9 @@ class ComputePath(NamedTuple):
 
     kind: str
     reason: str
-    fallback: bool = False
-    """True when bf16 was not asked for but is all that the rule allows here."""
+    fallback: bool = False  # whether bf16 was not asked for but is all that the rule allows here
+    # Whether the fused kernel cannot run at all, so that choosing it would be refused; `reason` says what to do.
     blocked: bool = False
-    """True where the fused kernel cannot run at all, so that choosing it would be refused; `reason` says what to do."""
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:

@@ -31,10 +31,8 @@ _PORTABLE = "python_embeded"  # the folder of the Python in ComfyUI's portable b
 class TritonProblem(NamedTuple):
     """A defect of the installed Triton, in words for the user."""
 
-    summary: str
-    """Its effect in a few words."""
-    detail: str
-    """The defect and its remedy, in one sentence."""
+    summary: str  # its effect in a few words
+    detail: str  # the defect and its remedy, in one sentence
 
 
 def triton_problem() -> TritonProblem | None:

@@ -16,13 +16,12 @@ class Assumption:
     """Something that another package promises nobody."""
 
     what: str
-    instead: str
-    """What the pack does where it does not hold; both for the log."""
+    instead: str  # what the pack does where it does not hold; both for the log
+    # A file of a package -> regular expressions that its text matches where the assumption holds. The text is read and
+    # nothing is imported: a driver's context takes memory on the card.
     sources: Mapping[str, tuple[str, ...]]
-    """A file of a package -> regular expressions that its text matches where the assumption holds. The text is read and
-    nothing is imported: a driver's context takes memory on the card."""
+    # A file that came with it; where there is none, the package is older and nothing is missing.
     as_new_as: str | None = None
-    """A file that came with it; where there is none, the package is older and nothing is missing."""
 
 
 DIRECT_LAUNCH = Assumption(

@@ -32,15 +32,11 @@ class ChannelTransform:
     Activations become x' = rotate(x / smooth) and the weight W' = rotate(W . diag(smooth)), so that x' . W'^T = x . W^T
     in real arithmetic. All arithmetic is float32.
 
-    Attributes:
-        smooth: smoothing factors [K], floating point; None for no smoothing.
-        rotation_group: channels per Hadamard group, a power of 4 that divides K; None for no rotation.
-
     Raises TypeError for a `rotation_group` that is no int.
     """
 
-    smooth: torch.Tensor | None = None
-    rotation_group: int | None = None
+    smooth: torch.Tensor | None = None  # factors [K], floating point; None for no smoothing
+    rotation_group: int | None = None  # channels per Hadamard group, a power of 4 that divides K; None for no rotation
 
     def __post_init__(self) -> None:
         group = self.rotation_group

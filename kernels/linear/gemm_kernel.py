@@ -191,19 +191,15 @@ def int8_gemm_kernel(
 class Operands(NamedTuple):
     """The tensors that one launch reads and writes, in the order of the kernel's parameters.
 
-    Attributes:
-        q, weight: int8 [M, K], or [M, 2K] of 16 bits, and [N, K], of any distance between rows.
-        q_scale, weight_scale: float32 [M], and [N] or one value; None where `out` is the accumulator itself, int32.
-        bias: [N], or None.
-        out: [M, N].
+    Rows of q and of the weight lie any distance apart. Without scales `out` is the accumulator itself, int32.
     """
 
-    q: torch.Tensor
-    weight: torch.Tensor
-    q_scale: torch.Tensor | None
-    weight_scale: torch.Tensor | None
-    bias: torch.Tensor | None
-    out: torch.Tensor
+    q: torch.Tensor  # int8 [M, K], or [M, 2K] of 16 bits
+    weight: torch.Tensor  # int8 [N, K]
+    q_scale: torch.Tensor | None  # float32 [M]
+    weight_scale: torch.Tensor | None  # float32 [N], or one value
+    bias: torch.Tensor | None  # [N]
+    out: torch.Tensor  # [M, N]
 
     @property
     def read(self) -> list[torch.Tensor]:

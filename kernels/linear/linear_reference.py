@@ -21,42 +21,28 @@ Quantized = tuple[torch.Tensor, torch.Tensor]
 
 
 class LinearForm(NamedTuple):
-    """The properties of an INT8 linear for which its kernels are compiled.
-
-    Attributes:
-        n, k: of its weight [N, K].
-        has_bias, has_one_scale, has_factors: whether there is a bias, whether all channels of the weight share a scale,
-            and whether its input is smoothed.
-        rotation_group, activation_bits: how its input is quantized.
-    """
+    """The properties of an INT8 linear, of a weight [N, K], for which its kernels are compiled."""
 
     n: int
     k: int
     has_bias: bool = False
-    has_one_scale: bool = False
-    has_factors: bool = False
-    rotation_group: int | None = None
+    has_one_scale: bool = False  # whether all channels of the weight share a scale
+    has_factors: bool = False  # whether its input is smoothed
+    rotation_group: int | None = None  # how its input is quantized
     activation_bits: int = 8
 
 
 class BlockForm(NamedTuple):
-    """The work between a block's linears, as far as it is known before the block runs.
+    """The work between a block's linears, as far as it is known before the block runs."""
 
-    Attributes:
-        width: channels of its stream.
-        enters, leaves: a linear that reads the stream, and one that ends the feed-forward.
-        head: channels of a head of queries and keys that are normed; 0 for none.
-        is_sandwiched: whether norms with weights stand before and after attention and feed-forward, scaled and gated;
-            else norms without weights before them, scaled and shifted.
-        is_gated: whether the feed-forward is silu(gate) up; else it is gelu(x).
-    """
-
-    width: int
-    enters: LinearForm
-    leaves: LinearForm
-    head: int
+    width: int  # channels of its stream
+    enters: LinearForm  # a linear that reads the stream
+    leaves: LinearForm  # one that ends the feed-forward
+    head: int  # channels of a head of queries and keys that are normed; 0 for none
+    # Whether norms with weights stand before and after attention and feed-forward, scaled and gated; else norms without
+    # weights before them, scaled and shifted.
     is_sandwiched: bool
-    is_gated: bool
+    is_gated: bool  # whether the feed-forward is silu(gate) up; else it is gelu(x)
 
 
 def quantized_layouts(

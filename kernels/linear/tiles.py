@@ -60,20 +60,12 @@ class GemmConfig:
 
 
 class Architecture(NamedTuple):
-    """A family of cards that run the same configurations.
+    """A family of cards that run the same configurations."""
 
-    Attributes:
-        capabilities: of its cards.
-        rates: its configurations, and the share of the best one's rate that each reaches on large matrices.
-        balance: multiply-adds that a multiprocessor's tensor cores do in the time in which one byte of an operand
-            reaches it.
-        tries_kitchen: whether comfy-kitchen's GEMM is tried beside them: for where Triton's machine code is slow.
-    """
-
-    capabilities: tuple[tuple[int, int], ...]
-    rates: Mapping[GemmConfig, float]
-    balance: int
-    tries_kitchen: bool = True
+    capabilities: tuple[tuple[int, int], ...]  # of its cards
+    rates: Mapping[GemmConfig, float]  # the share of the best one's rate that each reaches on large matrices
+    balance: int  # multiply-adds of a multiprocessor's tensor cores while one byte of an operand reaches it
+    tries_kitchen: bool = True  # whether comfy-kitchen's GEMM is tried beside them: where Triton's machine code is slow
 
 
 # comfy-kitchen's GEMM, which chooses its tiles itself.

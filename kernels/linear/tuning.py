@@ -59,21 +59,14 @@ class Trial:
     In a round the rule's candidate and all others that are compiled and not known yet take turns, so that a drifting
     clock meets all alike. Those within reach of the rule's have a second round. Times are compared among calls of as
     many rows, and read once the device has come so far. Meanwhile the fastest known one runs, or one that is compiled.
-
-    Attributes:
-        candidates: the rule's first.
-        times: what is known: shares of the rule's time.
-        watch: what times launches.
-        waits: whether nothing is to be compiled in order to be tried, and no round to begin.
-        decided: whether the first one stays if it runs; the others are for where it does not.
-        spans: what was timed in this round: a configuration, its call's rows, a span of the watch.
     """
 
-    candidates: list[GemmConfig]
-    times: dict[GemmConfig, float]
-    watch: Stopwatch
-    waits: Callable[[], bool]
-    decided: bool
+    candidates: list[GemmConfig]  # the rule's first
+    times: dict[GemmConfig, float]  # what is known: shares of the rule's time
+    watch: Stopwatch  # what times launches
+    waits: Callable[[], bool]  # whether nothing is to be compiled in order to be tried, and no round to begin
+    decided: bool  # whether the first one stays if it runs; the others are for where it does not
+    # What was timed in this round: a configuration, its call's rows, a span of the watch.
     spans: list[tuple[GemmConfig, int, list]] = field(default_factory=list)
     calls: int = 0
     _round: list[GemmConfig] = field(default_factory=list)  # what is compared now, and what of it is to be launched

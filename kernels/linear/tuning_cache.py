@@ -48,15 +48,10 @@ class TuningKey:
 
 
 class Tried(NamedTuple):
-    """The measured candidates of a key.
+    """The measured candidates of a key."""
 
-    Attributes:
-        times: of the configurations tried, as a share of that of the rule's, which comes first.
-        settled: whether nothing is left to try.
-    """
-
-    times: Mapping[GemmConfig, float]
-    settled: bool = False
+    times: Mapping[GemmConfig, float]  # of those tried, as a share of the time of the rule's, which comes first
+    settled: bool = False  # whether nothing is left to try
 
     def fastest(self) -> GemmConfig:
         """Return the fastest, which is the rule's unless another one is clearly faster."""

@@ -74,29 +74,20 @@ def transform_candidates(
 
 
 class QuantizedLinear(NamedTuple):
-    """A linear in INT8, in host memory.
+    """A linear in INT8, in host memory."""
 
-    Attributes:
-        q: int8 [N, K], or the codes of 4 bits that stand for it.
-        scale: float32 [N].
-        transform: what was done to the channels; smoothing factors are float32.
-        plan: the candidate that the transform was made of.
-        error: relative error of the linear's output on the sampled rows; without statistics, of its weight. With
-            calibrated rounding the one to expect on rows that it was not calibrated on.
-        plain_error: what `error` would be with neither smoothing nor rotation, nor clipping, nor calibrated rounding:
-            how fragile the layer is. With codes of 4 bits it is that of the codes rounded to nearest.
-        activation_bits: to how many bits the linear's input is rounded.
-        nearest_error: with calibrated rounding, what `error` would be without; None for a weight rounded to nearest.
-    """
-
-    q: torch.Tensor | GroupedCodes
-    scale: torch.Tensor
-    transform: ChannelTransform
-    plan: TransformPlan
+    q: torch.Tensor | GroupedCodes  # int8 [N, K], or the codes of 4 bits that stand for it
+    scale: torch.Tensor  # float32 [N]
+    transform: ChannelTransform  # what was done to the channels; smoothing factors are float32
+    plan: TransformPlan  # the candidate that the transform was made of
+    # Relative error of the linear's output on the sampled rows; without statistics, of its weight. With calibrated
+    # rounding the one to expect on rows that it was not calibrated on.
     error: float
+    # What `error` would be with neither smoothing nor rotation, nor clipping, nor calibrated rounding: how fragile the
+    # layer is. With codes of 4 bits it is that of the codes rounded to nearest.
     plain_error: float
-    activation_bits: int = 8
-    nearest_error: float | None = None
+    activation_bits: int = 8  # to how many the linear's input is rounded
+    nearest_error: float | None = None  # `error` without calibrated rounding; None for a weight rounded to nearest
 
 
 @contextmanager

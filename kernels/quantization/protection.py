@@ -13,18 +13,14 @@ _LIMITS = {"share": (0.0, 1.0), "number": (0, float("inf")), "error": (0.0, floa
 
 @dataclass(frozen=True)
 class Protection:
-    """A rule for the number of layers to protect.
-
-    Attributes:
-        kind: "share" of all linears of the model, "number" of layers, or "error": protect those to which INT8, as they
-            are quantized, brings a larger relative error.
-        value: a share in 0..1, a count, or a relative error.
+    """A rule for the number of layers to protect: a share of all linears of the model, a number of layers, or those to
+    which INT8, as they are quantized, brings a larger relative error.
 
     Raises ValueError for a value that is negative, not a number, or a share above 1.
     """
 
     kind: Literal["share", "number", "error"]
-    value: float
+    value: float  # a share in 0..1, a count, or a relative error
 
     def __post_init__(self) -> None:
         low, high = _LIMITS[self.kind]

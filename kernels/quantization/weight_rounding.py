@@ -134,20 +134,13 @@ class ColumnFeedback:
     """What rounding one column asks of the later ones, for inputs like the rows that it was made of.
 
     Columns are in the order in which they are rounded, cut into blocks of B and filled up with zeros.
-
-    Attributes:
-        order: int64 [K] the channel that each column is.
-        codebook: of codes of 4 bits, as `round_columns` takes it; None for INT8.
-        rows: float32 [blocks, B, R], the inputs.
-        correction: float32 [blocks, R, B]: how a block answers the errors that those before it left in the outputs.
-        within: float32 [blocks, B, B], as `round_columns` takes it.
     """
 
-    order: torch.Tensor
-    codebook: torch.Tensor | None
-    rows: torch.Tensor
-    correction: torch.Tensor
-    within: torch.Tensor
+    order: torch.Tensor  # int64 [K], the channel that each column is
+    codebook: torch.Tensor | None  # of codes of 4 bits, as `round_columns` takes it; None for INT8
+    rows: torch.Tensor  # float32 [blocks, B, R], the inputs
+    correction: torch.Tensor  # float32 [blocks, R, B]: answers the errors that the blocks before left in the outputs
+    within: torch.Tensor  # float32 [blocks, B, B], as `round_columns` takes it
 
     @classmethod
     def of(cls, rows: torch.Tensor, in_codes: bool = False) -> ColumnFeedback:

@@ -250,18 +250,12 @@ def quantize_q6_k(weight: torch.Tensor) -> torch.Tensor:
 
 
 class GGUFFormat(NamedTuple):
-    """A block format.
+    """A block format."""
 
-    Attributes:
-        weights: how many weights a block holds; K must be a multiple.
-        bytes: what a block takes.
-        decode: (uint8 [N, blocks, bytes], dtype) -> [N, K], computed in that dtype.
-        quantize: float32 [N, K] -> uint8 [N, blocks, bytes]; None for a format that is only read.
-    """
-
-    weights: int
-    bytes: int
-    decode: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+    weights: int  # how many a block holds; K must be a multiple
+    bytes: int  # what a block takes
+    decode: Callable[[torch.Tensor, torch.dtype], torch.Tensor]  # (uint8 [N, blocks, bytes], dtype) -> [N, K] in it
+    # float32 [N, K] -> uint8 [N, blocks, bytes]; None for a format that is only read.
     quantize: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 

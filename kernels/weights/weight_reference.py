@@ -92,15 +92,10 @@ def quantize_rows(
 
 
 class LowRank(NamedTuple):
-    """What is added to a stored weight [N, K], such as LoRAs: up @ down.
+    """What is added to a stored weight [N, K], such as LoRAs: up @ down."""
 
-    Attributes:
-        up: [N, R], R at least 1, bf16, fp16 or fp32 (of which the GPU's kernel keeps all bits).
-        down: [R, K], of the same dtype.
-    """
-
-    up: torch.Tensor
-    down: torch.Tensor
+    up: torch.Tensor  # [N, R], R at least 1, bf16, fp16 or fp32 (of which the GPU's kernel keeps all bits)
+    down: torch.Tensor  # [R, K], of the same dtype
 
     def channel_scales(self) -> torch.Tensor:
         """Return by how much the per-channel scale of any weight must grow to hold this, too: absmax / 127 of each row
@@ -156,19 +151,14 @@ _SCALES = (torch.float8_e4m3fn, *FLOAT_DTYPES)
 class GroupedCodes(NamedTuple):
     """An INT8 weight [N, K] in codes, as comfy-kitchen stores it (its layout AsymW4A8Int8Layout, 0.2.40).
 
-    Attributes:
-        codes: int8 [N, K / 2] or [N, 3 K / 4], bytes without a sign. Byte j of a row has the lowest four bits of the
-            codes of columns 2 j, in its own lowest four, and 2 j + 1. With 6 bits, K / 4 bytes follow: byte j has the
-            upper two bits of columns 4 j to 4 j + 3, the first of them lowest.
-        scale: float8_e4m3fn, bf16, fp16 or fp32 [N, K / group], finite.
-        codebook: the 16 levels of 4-bit codes, float32; None for levels that are code - 8, or code - 32 with 6 bits.
-        group: columns of one scale: 4, 8 or a multiple of 16, with 6 bits the latter.
+    Byte j of a row has the lowest four bits of the codes of columns 2 j, in its own lowest four, and 2 j + 1. With 6
+    bits, K / 4 bytes follow: byte j has the upper two bits of columns 4 j to 4 j + 3, the first of them lowest.
     """
 
-    codes: torch.Tensor
-    scale: torch.Tensor
-    codebook: torch.Tensor | None
-    group: int
+    codes: torch.Tensor  # int8 [N, K / 2] or [N, 3 K / 4], bytes without a sign
+    scale: torch.Tensor  # float8_e4m3fn, bf16, fp16 or fp32 [N, K / group], finite
+    codebook: torch.Tensor | None  # the levels of 4-bit codes, float32 [16]; None for code - 8, or code - 32 of 6 bits
+    group: int  # columns of one scale: 4, 8 or a multiple of 16, with 6 bits the latter
 
     @property
     def shape(self) -> tuple[int, int]:
