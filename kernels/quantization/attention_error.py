@@ -24,17 +24,13 @@ _NO_NUMBER = 1e3
 
 
 class AttentionError:
-    """The relative error that INT8 brings to the outputs of some attention calls.
-
-    Attributes:
-        calls: how many were compared.
-    """
+    """The relative error that INT8 brings to the outputs of some attention calls."""
 
     def __init__(self, calls: int = 0, lost: float = 0.0, output: float = 0.0) -> None:
         """`lost` and `output` are the `sums` of another. Raises ValueError for sums that no calls leave behind."""
         if calls < 0 or not (0 <= lost < math.inf and 0 <= output < math.inf) or (calls == 0 and lost + output > 0):
             raise ValueError(f"{calls} calls with squares of {lost} and {output}")
-        self.calls = calls
+        self.calls = calls  # that were compared
         self._offered = 0
         self._lost: torch.Tensor | float = lost
         self._output: torch.Tensor | float = output

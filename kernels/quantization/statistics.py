@@ -26,15 +26,11 @@ class RowSample:
     Calls are drawn by reservoir sampling (Vitter 1985, Algorithm R): each call so far is equally likely to be in it. So
     all denoising steps, prompts and guidance branches count alike. The rows of a call are equally spaced from a random
     start: image tokens come from all over the image. The same numbers of calls and rows give the same draws.
-
-    Attributes:
-        calls: number of calls offered.
-        parts: the rows of each sampled call, [at most ROWS_PER_CALL, K], where and as the inputs were.
     """
 
     def __init__(self, calls: int = 0, parts: Sequence[torch.Tensor] = ()) -> None:
-        self.calls = calls
-        self.parts = list(parts)
+        self.calls = calls  # that were offered
+        self.parts = list(parts)  # [at most ROWS_PER_CALL, K] of each sampled call, where and as the inputs were
         self._random = random.Random(0)
 
     def offer(self, rows: torch.Tensor) -> None:
@@ -86,11 +82,8 @@ class RowSample:
 
 
 class ActivationStatistics:
-    """Statistics of one linear's input, gathered call by call on the input's device, the same until `to_host`.
-
-    Attributes:
-        sample: some of the inputs' rows.
-    """
+    """Statistics of one linear's input, gathered call by call on the input's device, the same until `to_host`; some of
+    the rows are in its `sample`."""
 
     def __init__(
         self, sample: RowSample | None = None, absmax: torch.Tensor | None = None, spikiness: float = 0.0
