@@ -1,7 +1,8 @@
 """The fused ops between linears: norms, activations and gates that quantize, gated residuals, rotary positions.
 
 Here an op checks its arguments and has its reference; `launch_...` of its name, in the file that its decorator names,
-launches its kernel.
+launches its kernel. All raise TypeError or ValueError for a wrong dtype, shape, device, group, number of bits or name.
+Those that quantize raise RuntimeError where an argument needs a gradient, which rounding does not have.
 """
 
 from collections.abc import Callable
@@ -95,9 +96,6 @@ def norm_quantize(
             which is not checked: that would wait for the GPU.
 
     Returns int8 [B T, K], or [B T, 2K] for 16 bits, and float32 per-token scale [B T].
-
-    Raises TypeError or ValueError for a wrong dtype, shape, device, group or number of bits, and RuntimeError where an
-    argument needs a gradient, which rounding does not have.
     """
     check_tokens("x", x)
     _check_norm(norm, x.shape[-1])
@@ -123,8 +121,6 @@ def gated_residual(
         gate: [B or 1, T or 1, K], with as many axes as `x`, or None for ones.
         rows: which row of `gate` each token has, as in `norm_quantize`; or None.
         out: the contiguous tensor to write into, which may be `residual`; a new one when None.
-
-    Raises TypeError or ValueError for a wrong dtype, shape or device.
     """
     check_tokens("residual", residual)
     check_tokens("x", x)
@@ -169,8 +165,6 @@ def activate_quantize(
         activation_bits: 8 or 16.
 
     Returns int8 [rows, K], or [rows, 2K] for 16 bits, and float32 per-token scale [rows].
-
-    Raises what `norm_quantize` does, and ValueError for an unknown activation.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
@@ -209,8 +203,6 @@ def norm_rope(
             axes of size 1 before T: the matrix by which each pair of elements is multiplied.
         pairs: which elements of a head are a pair: 2i and 2i + 1, or i and i + D / 2.
         out: two tensors like q and k to write into, such as slices of a longer sequence; new ones when None.
-
-    Raises TypeError or ValueError for a wrong dtype, shape or device.
     """
     if pairs not in ("neighbours", "halves"):
         raise ValueError(f"pairs must be neighbours or halves, got {pairs!r}")

@@ -214,10 +214,7 @@ class RepeatedLinear:
         leading: Sequence[int],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Return `int8_gemm` of quantized rows, whose dimensions are `leading`: [*leading, N] in `dtype`.
-
-        Raises what `int8_gemm` does.
-        """
+        """Return `int8_gemm` of quantized rows, whose dimensions are `leading`: [*leading, N] in `dtype`."""
         q, q_scale = quantized
         key = (self, dtype, q.shape, None if bias is None else bias.dtype)
         launch = CACHE.get(key)
