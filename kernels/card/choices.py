@@ -7,6 +7,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,25 +46,16 @@ def fastest(times: Mapping[str, float], usual: str) -> str | None:
     return usual if best is not None and times.get(usual, math.inf) <= (1 + _MARGIN) * times[best] else best
 
 
+@dataclass(eq=False)
 class Choices:
-    """The choices of one kind, one for each card.
+    """The choices of one kind, one for each card."""
 
-    Args:
-        kind: the prefix of their files' names.
-        fields: the names of a shape's parts.
-        ways: the ways to choose from.
-        machine: (device) -> the "card" and all else that a choice is bound to.
-    """
+    kind: str  # the prefix of their files' names
+    fields: tuple[str, ...]  # the names of a shape's parts
+    ways: Collection[str]  # to choose from
+    machine: Callable[[torch.device], Mapping[str, str]]  # -> the "card" and all else that a choice is bound to
 
-    def __init__(
-        self,
-        kind: str,
-        fields: tuple[str, ...],
-        ways: Collection[str],
-        machine: Callable[[torch.device], Mapping[str, str]],
-    ) -> None:
-        self.machine = machine
-        self._kind, self._fields, self._ways = kind, fields, ways
+    def __post_init__(self) -> None:
         self.stored = functools.cache(self._stored)
         """Return the choice that counts for a GPU, or None where none was stored for it and its versions."""
         self.after_change: list[Callable[[], object]] = [self.stored.cache_clear]
@@ -82,7 +74,7 @@ class Choices:
             else:
                 path, entries = self.path(device), []
                 for shape, times in choice.milliseconds.items():
-                    entries.append(dict(zip(self._fields, shape, strict=True)) | {"milliseconds": dict(times)})
+                    entries.append(dict(zip(self.fields, shape, strict=True)) | {"milliseconds": dict(times)})
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_object(path, {"machine": dict(self.machine(device)), "date": choice.date, "shapes": entries})
         finally:
@@ -92,7 +84,7 @@ class Choices:
 
     def path(self, device: torch.device) -> Path:
         """Return the file of a GPU's choice. Raises ImportError without Triton."""
-        return path_for(self.machine(device), f"{self._kind}-")
+        return path_for(self.machine(device), f"{self.kind}-")
 
     def _stored(self, device: torch.device) -> Choice | None:
         try:
@@ -107,9 +99,9 @@ class Choices:
 
     def _parsed(self, entry: dict[str, Any]) -> tuple[Shape, dict[str, float]]:
         """Return a shape and the time of each way. Raises ValueError, TypeError or KeyError for a wrong entry."""
-        shape, times = tuple(entry[name] for name in self._fields), entry["milliseconds"]
+        shape, times = tuple(entry[name] for name in self.fields), entry["milliseconds"]
         if not (all(map(is_size, shape[:2])) and isinstance(times, dict)):
             raise ValueError("no shape with times")
-        if not all(way in self._ways and is_milliseconds(time) for way, time in times.items()):
+        if not all(way in self.ways and is_milliseconds(time) for way, time in times.items()):
             raise ValueError("no times")
         return shape, times

@@ -19,6 +19,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -167,25 +168,18 @@ def constant_launcher(kernel: Any, **options: object) -> Launcher:
     return Launcher(kernel, lambda *form: built(kernel, *form[:-1], num_warps=form[-1], **options))
 
 
+@dataclass(eq=False)
 class Layout:
-    """A kernel's launch on tensors of one layout, wherever they begin.
+    """A kernel's launch, as a Launcher is called, on tensors of one layout, wherever they begin."""
 
-    Args:
-        launcher, form, grid, numbers: as a Launcher is called.
-        tensors: like those of all launches, None for a missing one.
-        as_read: tensors -> the kernel's arguments, such as contiguous copies.
-    """
+    launcher: Launcher
+    form: tuple
+    grid: Grid
+    numbers: tuple[float, ...]
+    tensors: InitVar[Tensors]  # like those of all launches, None for a missing one
+    as_read: InitVar[Callable[[Tensors], Tensors]]  # tensors -> the kernel's arguments, such as contiguous copies
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        form: tuple,
-        grid: Grid,
-        numbers: tuple[float, ...],
-        tensors: Tensors,
-        as_read: Callable[[Tensors], Tensors],
-    ) -> None:
-        self.launcher, self.form, self.grid, self.numbers = launcher, form, grid, numbers
+    def __post_init__(self, tensors: Tensors, as_read: Callable[[Tensors], Tensors]) -> None:
         read = as_read(tensors)
         same = len(read) == len(tensors) and all(one is other for one, other in zip(read, tensors, strict=True))
         self._as_read = None if same else as_read
