@@ -26,6 +26,7 @@ from ...kernels import (
     GroupedCodes,
     LowRank,
     Operator,
+    OperatorCall,
     check_channels,
     dequantize_gguf,
     dequantize_weight,
@@ -211,7 +212,8 @@ class StoredKind:
         name: what users call its form.
         becomes_int8: whether products are INT8.
         scale: float32 [N, 1] that its rows are scaled by as INT8, on the weight's device.
-        finds_scale: whether `scale` reads the whole weight, and may be NaN.
+        finding: what finds `scale`, which may be NaN, by reading the whole weight: the operator and its arguments. None
+            where the scale is stored.
         rotation_group: channels per Hadamard group of the INT8 weight, or None.
         activation_bits: to how many bits its input is rounded.
         expansion: (weight, scale, what is added) -> the operator that makes int8 [N, K] of it, and its arguments.
@@ -228,13 +230,23 @@ class StoredKind:
     activation_bits: Callable[[QuantizedTensor], int]
     expansion: Callable[[QuantizedTensor, torch.Tensor, LowRank | None], tuple[Operator, tuple]]
     held: Callable[[QuantizedTensor, torch.dtype, bool, torch.device | None], QuantizedTensor] | None = None
-    finds_scale: bool = False
+    finding: Callable[[QuantizedTensor], tuple[Operator, tuple]] | None = None
+
+    def calls(self, weight: QuantizedTensor) -> list[OperatorCall]:
+        """Return the calls that make of a weight what products read."""
+        finding = [self.finding(weight)] if self.finding is not None and self.becomes_int8(weight) else []
+        expansion = self.expansion(weight, torch.empty(weight.shape[0], 1), None)
+        return [operator.called_with(*arguments) for operator, arguments in (*finding, expansion)]
+
+
+def _gguf_finding(weight: QuantizedTensor) -> tuple[Operator, tuple]:
+    return gguf_channel_scales, (stored(weight), weight.params.gguf_format)
 
 
 def _gguf_scale(weight: QuantizedTensor) -> torch.Tensor:
+    find, arguments = _gguf_finding(weight)
     # A compiled graph reads it in each product.
-    find = gguf_channel_scales if torch.compiler.is_compiling() else gguf_channel_scales.at_once
-    return find(stored(weight), weight.params.gguf_format)[:, None]
+    return (find if torch.compiler.is_compiling() else find.at_once)(*arguments)[:, None]
 
 
 def _gguf_expansion(weight: QuantizedTensor, scale: torch.Tensor, added: LowRank | None) -> tuple[Operator, tuple]:
@@ -262,7 +274,7 @@ STORED_KINDS: dict[str, StoredKind] = {
         activation_bits=lambda weight: 8,
         expansion=_gguf_expansion,
         held=held_gguf,
-        finds_scale=True,
+        finding=_gguf_finding,
     ),
     GROUPED_LAYOUT: _CODES,
     NATIVE_GROUPED_LAYOUT: replace(_CODES, becomes_int8=is_plain_grouped, activation_bits=lambda weight: 8, held=None),

@@ -35,8 +35,7 @@ def compile_linears(root: torch.nn.Module, kernel: str, dtype: torch.dtype, devi
             group, bits = form.unsmoothed.transform.rotation_group, form.unsmoothed.activation_bits
             forms[LinearForm(shape[0], shape[1], module.bias is not None, one_scale, form.smoothed, group, bits)] += 1
         if kind is not None and (runs or (form is None and kind.held is not None)):  # to INT8 a product, or to floats
-            expand, arguments = kind.expansion(weight, torch.empty(shape[0], 1), None)
-            expansions.add(expand.called_with(*arguments))
+            expansions.update(kind.calls(weight))
     largest_first = sorted(forms, key=lambda form: -form.n * form.k)
     compile_ahead(largest_first, block_form(norms, forms), dtype, device, expansions)
 

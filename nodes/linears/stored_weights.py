@@ -107,7 +107,7 @@ def patch_products(model: ModelPatcher) -> None:
             return
         for _, module in _stored(loaded):  # compiled products check nothing
             kind, (_, known) = stored_kind(module.weight), known_weight(module)
-            if kind is not None and kind.finds_scale and known is not None:
+            if kind is not None and kind.finding is not None and known is not None:
                 known.scale(to_device(module.weight, loaded.load_device))
         looked = True
 

@@ -115,7 +115,7 @@ class KnownWeight:
         Raises ValueError for a row that holds a NaN or Inf.
         """
         kind, scale = self.form.kind, self._scale
-        if kind is None or not kind.finds_scale or (scale is not None and scale.device == weight.device):
+        if kind is None or kind.finding is None or (scale is not None and scale.device == weight.device):
             return scale
         with unplanned_memory():  # it outlives the call of a block
             scale = kind.scale(weight)

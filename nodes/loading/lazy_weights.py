@@ -3,7 +3,7 @@
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import LazyTensor, check_channels, naming_layer
+from ...kernels import LazyTensor, check_channels, compile_ahead, naming_layer
 from ..comfyui.quantized import layout_of, to_device
 from ..files.errors import naming_file
 from ..files.holding import STORED_KINDS
@@ -23,7 +23,8 @@ def lazy_int8(
     kind = STORED_KINDS[layout_of(weight)]
     assert kind.held is not None
     held = kind.held(weight, dtype, True, None)
-    known = None if kind.finds_scale else kind.scale(held)
+    known = kind.scale(held) if kind.finding is None else None
+    compile_ahead((), None, dtype, device, kind.calls(held))
 
     def scale_of(weight: QuantizedTensor) -> torch.Tensor:
         nonlocal known

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from int8_dit.kernels import Operator
 from int8_dit.nodes.comfyui.lazy_tensors import lazy_pieces
 from int8_dit.nodes.comfyui.quantized import stored
 from int8_dit.nodes.loading import lazy_weights
@@ -39,6 +40,17 @@ def test_nothing_is_computed_before_it_is_read_and_then_the_same(dit, load, monk
     assert lazy.model_size() == whole.model_size() and not moved
     assert all(part.is_meta == (key in held) for key, part in lazy.model.diffusion_model.state_dict().items())
     assert torch.equal(dit.output(lazy), dit.output(whole))
+
+
+@KINDS
+def test_what_computes_it_is_compiled_while_it_loads(dit, load, monkeypatch, kind):
+    asked, ran, run = set(), set(), Operator.at_once
+    monkeypatch.setattr(lazy_weights, "compile_ahead", lambda *given: asked.update(given[-1]))
+    monkeypatch.setattr(Operator, "at_once", lambda op, *given: ran.add(op.called_with(*given)) or run(op, *given))
+    model = load(kind)
+    assert asked and not ran
+    dit.output(model)
+    assert asked == ran
 
 
 @KINDS
