@@ -43,7 +43,7 @@ def predictions(rows: list[dict]) -> tuple[float, list[tuple[float, str, float, 
     rate = bus_rate(computed[FITTED[0]], known["ms"], known["weights_gb"] * 10**9, cards[FITTED[1]])
     found = []
     for (loader, free), row in by_case.items():
-        if free != LARGE and "auto" not in loader:
+        if free != LARGE and "auto" not in loader and loader in computed:
             weights = row["weights_gb"] * 10**9
             predicted = step_milliseconds(computed[loader], weights, max(0, weights - cards[free]), rate)
             found.append((free, loader, row["ms"], predicted))
