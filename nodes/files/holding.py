@@ -206,30 +206,23 @@ def with_joined_codes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 
 @dataclass(frozen=True)
 class StoredKind:
-    """How the weights of one layout become INT8.
+    """How the weights of one layout become INT8."""
 
-    Attributes:
-        name: what users call its form.
-        becomes_int8: whether products are INT8.
-        scale: float32 [N, 1] that its rows are scaled by as INT8, on the weight's device.
-        finding: what finds `scale`, which may be NaN, by reading the whole weight: the operator and its arguments. None
-            where the scale is stored.
-        rotation_group: channels per Hadamard group of the INT8 weight, or None.
-        activation_bits: to how many bits its input is rounded.
-        expansion: (weight, scale, what is added) -> the operator that makes int8 [N, K] of it, and its arguments.
-            Without anything added the scale is its own. Of a weight that is not INT8 it makes floats.
-        held: (weight that was read, dtype of the linear, whether it becomes INT8, device to check it on or None) -> the
-            weight that a linear holds. Raises ValueError for a scale that is not finite. None for a layout of
-            ComfyUI's, which its own loaders hold.
-    """
-
-    name: Callable[[QuantizedTensor], str]
-    becomes_int8: Callable[[QuantizedTensor], bool]
+    name: Callable[[QuantizedTensor], str]  # what users call its form
+    becomes_int8: Callable[[QuantizedTensor], bool]  # whether products are INT8
+    # float32 [N, 1] that its rows are scaled by as INT8, on the weight's device.
     scale: Callable[[QuantizedTensor], torch.Tensor]
-    rotation_group: Callable[[QuantizedTensor], int | None]
-    activation_bits: Callable[[QuantizedTensor], int]
+    rotation_group: Callable[[QuantizedTensor], int | None]  # channels per Hadamard group of the INT8 weight, or None
+    activation_bits: Callable[[QuantizedTensor], int]  # to how many bits its input is rounded
+    # (weight, scale, what is added) -> the operator that makes int8 [N, K] of it, and its arguments. Without anything
+    # added the scale is its own. Of a weight that is not INT8 it makes floats.
     expansion: Callable[[QuantizedTensor, torch.Tensor, LowRank | None], tuple[Operator, tuple]]
+    # (weight that was read, dtype of the linear, whether it becomes INT8, device to check it on or None) -> the weight
+    # that a linear holds. Raises ValueError for a scale that is not finite. None for a layout of ComfyUI's, which its
+    # own loaders hold.
     held: Callable[[QuantizedTensor, torch.dtype, bool, torch.device | None], QuantizedTensor] | None = None
+    # What finds `scale`, which may be NaN, by reading the whole weight: the operator and its arguments. None where the
+    # scale is stored.
     finding: Callable[[QuantizedTensor], tuple[Operator, tuple]] | None = None
 
     def calls(self, weight: QuantizedTensor) -> list[OperatorCall]:

@@ -42,28 +42,19 @@ anything) -> the weight to hold, or None for the one that was read."""
 
 @dataclass
 class LoadPlan:
-    """How the linears of one MODEL come to hold their weights.
+    """How the linears of one MODEL come to hold their weights."""
 
-    Attributes:
-        kernel: one of kernels.KERNEL_CHOICES: what INT8 linears compute with, decided for the device of each input.
-        compute_dtype: of everything that is not INT8.
-        make: what linears hold that are not INT8 in the state dict. Its numbers are there after `wait`.
-        in_floats: (N, K, whether ComfyUI's INT8 could compute it) -> whether an INT8 linear is held in `compute_dtype`.
-        file: the name of the file whose tensors these are; empty for those of another MODEL.
-        unexplained: the dtypes of its tensors that no weight has.
-        wait: returns when all that was made is there; raises what went wrong.
-        progress: of what is made.
-        missing, unexpected: what the state dict lacks of the whole model, and holds beside it; set by the loading.
-    """
-
-    kernel: str
-    compute_dtype: torch.dtype
-    make: Make
+    kernel: str  # one of kernels.KERNEL_CHOICES: what INT8 linears compute with, decided for the device of each input
+    compute_dtype: torch.dtype  # of everything that is not INT8
+    make: Make  # what linears hold that are not INT8 in the state dict; its numbers are there after `wait`
+    # (N, K, whether ComfyUI's INT8 could compute it) -> whether an INT8 linear is held in `compute_dtype`.
     in_floats: Callable[[int, int, bool], bool] = lambda n, k, native: False
-    file: str = ""
-    unexplained: Mapping[str, torch.dtype] = field(default_factory=dict)
+    file: str = ""  # whose tensors these are; empty for those of another MODEL
+    unexplained: Mapping[str, torch.dtype] = field(default_factory=dict)  # of its tensors that no weight has
+    # Returns when all that was made is there; raises what went wrong.
     wait: Callable[[], None] = lambda: None
-    progress: Progress | None = None
+    progress: Progress | None = None  # of what is made
+    # What the state dict lacks of the whole model, and holds beside it; set by the loading.
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
 

@@ -55,18 +55,13 @@ MEASURED_PARTS = {PROTOTYPE: {"GEMM": 108.0, "attention": 81.0, "rope": 8.6, "pa
 
 @dataclass(frozen=True)
 class Engine:
-    """Tensor cores as one kind of int8 instruction drives them.
+    """Tensor cores as one kind of int8 instruction drives them."""
 
-    Attributes:
-        tops: peak of the card, 10^12 operations per second.
-        per_cycle: operations per cycle of what executes one instruction: a quarter of a multiprocessor for IMMA, a
-            whole one for IGMMA.
-        sustained: share of the peak that dense products keep up, clocks and power included.
-    """
-
-    tops: float
+    tops: float  # peak of the card, 10^12 operations per second
+    # Operations per cycle of what executes one instruction: a quarter of a multiprocessor for IMMA, a whole one for
+    # IGMMA.
     per_cycle: int
-    sustained: float
+    sustained: float  # share of the peak that dense products keep up, clocks and power included
 
     def efficiency(self, loop: MainLoop) -> float:
         """Share of the main loop's time in which the tensor cores work, as if nothing else issued meanwhile."""
@@ -116,29 +111,18 @@ Kernels = Mapping[str, Sequence[Tile]]
 
 @dataclass(frozen=True)
 class Card:
-    """What a step's time depends on.
-
-    Attributes:
-        engines: tensor cores by whose kernels run: this pack's or comfy-kitchen's.
-        float_tflops: what linears in bf16 and in fp16 with fp16 sums reach.
-        attention_tflops: what bf16 attention with heads of 256 reaches, by pixels.
-        bytes_per_second: what an elementwise pass over large tensors reaches.
-        launch_seconds: what each such pass takes beyond its bytes.
-        rope_share: share of that speed which ComfyUI's norm and rotation of q and k reach.
-        other_seconds: all else in a step.
-        hertz: of the tensor cores at their peak, where INT8 attention is projected.
-    """
+    """What a step's time depends on."""
 
     name: str
     multiprocessors: int
-    engines: Mapping[str, Engine]
-    float_tflops: Mapping[str, float]
-    attention_tflops: Mapping[int, float]
-    bytes_per_second: float
-    launch_seconds: float
-    rope_share: float
-    other_seconds: float
-    hertz: float | None = None
+    engines: Mapping[str, Engine]  # tensor cores by whose kernels run: this pack's or comfy-kitchen's
+    float_tflops: Mapping[str, float]  # what linears in bf16 and in fp16 with fp16 sums reach
+    attention_tflops: Mapping[int, float]  # what bf16 attention with heads of 256 reaches, by pixels
+    bytes_per_second: float  # what an elementwise pass over large tensors reaches
+    launch_seconds: float  # what each such pass takes beyond its bytes
+    rope_share: float  # share of that speed which ComfyUI's norm and rotation of q and k reach
+    other_seconds: float  # all else in a step
+    hertz: float | None = None  # of the tensor cores at their peak, where INT8 attention is projected
 
 
 PACK, KITCHEN = "this pack", "comfy-kitchen"
@@ -247,25 +231,17 @@ ATTENTION_PASSES = {"statistics of v": Pass(2, 0), "q, k -> INT8, v -> fp16": Pa
 
 @dataclass(frozen=True)
 class Variant:
-    """How a step runs.
+    """How a step runs."""
 
-    Attributes:
-        gemm: whose INT8 kernels, or the floats of the linears.
-        passes: the elementwise passes of a block.
-        fused_rope: q and k are normalized and rotated in one pass.
-        protected: blocks whose w2 is protected, in bf16 if `protected_bf16`, else with 16-bit activations.
-        protected_passes: what replaces passes of the same name in these blocks.
-        int8_attention: q and k are multiplied in INT8, after passes of their own.
-        decoded_rows: rows of a weight of 4 bits that become int8 at a time, in a pass before their product; 0 of INT8.
-    """
-
-    gemm: str
-    passes: Mapping[str, Pass]
-    fused_rope: bool = False
-    protected: int = 0
+    gemm: str  # whose INT8 kernels, or the floats of the linears
+    passes: Mapping[str, Pass]  # the elementwise passes of a block
+    fused_rope: bool = False  # q and k are normalized and rotated in one pass
+    protected: int = 0  # blocks whose w2 is protected, in bf16 if `protected_bf16`, else with 16-bit activations
     protected_bf16: bool = False
+    # What replaces passes of the same name in these blocks.
     protected_passes: Mapping[str, Pass] = field(default_factory=dict)
-    int8_attention: bool = False
+    int8_attention: bool = False  # q and k are multiplied in INT8, after passes of their own
+    # Rows of a weight of 4 bits that become int8 at a time, in a pass before their product; 0 of INT8.
     decoded_rows: int = 0
 
 

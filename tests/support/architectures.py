@@ -14,20 +14,15 @@ import torch
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to build a small model of one kind, and what one forward of it takes.
+    """How to build a small model of one kind, and what one forward of it takes."""
 
-    Attributes:
-        kind: its class in comfy.supported_models.
-        sizes: arguments of its diffusion model beside those of that class's `unet_config`.
-        inputs: of a forward; a tuple is the shape of a random tensor, and a list of tuples are those of several.
-        beside: shapes of tensors in its files that are not the diffusion model's.
-        diffusers: the function of comfy.utils that knows the names Diffusers gives its tensors, if one does.
-    """
-
-    kind: str
-    sizes: Mapping[str, object]
+    kind: str  # its class in comfy.supported_models
+    sizes: Mapping[str, object]  # arguments of its diffusion model beside those of that class's `unet_config`
+    # Of a forward; a tuple is the shape of a random tensor, and a list of tuples are those of several.
     inputs: Mapping[str, object]
+    # Shapes of tensors in its files that are not the diffusion model's.
     beside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # The function of comfy.utils that knows the names Diffusers gives its tensors, if one does.
     diffusers: str | None = None
 
 

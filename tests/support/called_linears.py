@@ -108,19 +108,12 @@ def with_stored_lora(linear: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of linear.
+    """A kind of linear."""
 
-    Attributes:
-        make: one of them.
-        fused: whether fused ops compute the activations that they know.
-        passed_on: whether ComfyUI's own forward gets the arguments where it takes them.
-        needs: the format that ComfyUI must know for it.
-    """
-
-    make: Callable[[], Any]
-    fused: bool = False
-    passed_on: bool = False
-    needs: str = ""
+    make: Callable[[], Any]  # one of them
+    fused: bool = False  # whether fused ops compute the activations that they know
+    passed_on: bool = False  # whether ComfyUI's own forward gets the arguments where it takes them
+    needs: str = ""  # the format that ComfyUI must know for it
 
     def there(self) -> bool:
         """Whether this ComfyUI has it."""

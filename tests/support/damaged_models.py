@@ -48,17 +48,11 @@ DAMAGES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A small model of a family.
+    """A small model of a family."""
 
-    Attributes:
-        architecture: its entry of the table, perhaps with more blocks.
-        tensors: of a whole file.
-        counted: the sizes that ComfyUI counts in the file.
-    """
-
-    architecture: Architecture
-    tensors: Tensors
-    counted: Collection[str] = ()
+    architecture: Architecture  # its entry of the table, perhaps with more blocks
+    tensors: Tensors  # of a whole file
+    counted: Collection[str] = ()  # the sizes that ComfyUI counts in the file
 
     def load(self, path: str | Path, kernel: str = "fused int8") -> ModelPatcher:
         """The MODEL of this pack's loader."""

@@ -33,24 +33,16 @@ Sampler = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """What a model learns.
+    """What a model learns."""
 
-    Attributes:
-        made_by: the script.
-        depth: blocks and heads; the width is 64 per head.
-        latent: height and width of a latent.
-        steps: Euler steps of a sampling.
-        batches: images per step on a GPU and on a CPU.
-        draw: (count, generator, device) -> clean latents and their context.
-        check: (sampler, device) -> what is said of samples, and whether they are good enough.
-    """
-
-    made_by: str
-    depth: int
-    latent: tuple[int, int]
-    steps: int
-    batches: tuple[int, int]
+    made_by: str  # the script
+    depth: int  # blocks and heads; the width is 64 per head
+    latent: tuple[int, int]  # height and width of a latent
+    steps: int  # Euler steps of a sampling
+    batches: tuple[int, int]  # images per step on a GPU and on a CPU
+    # (count, generator, device) -> clean latents and their context.
     draw: Callable[[int, torch.Generator, torch.device], tuple[torch.Tensor, torch.Tensor]]
+    # (sampler, device) -> what is said of samples, and whether they are good enough.
     check: Callable[[Sampler, torch.device], tuple[str, bool]]
 
 

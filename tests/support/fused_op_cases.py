@@ -16,27 +16,17 @@ from kernels.operators import Operator
 
 @dataclass(frozen=True)
 class Form:
-    """The shapes of a call.
+    """The shapes of a call."""
 
-    Attributes:
-        kind: which of the op's variants, in words of its own.
-        channels: length of the rows, of all heads together.
-        heads: of queries and of keys, for an op that has them.
-        group: channels of a rotation, 1 for none.
-        smooth: whether there are smoothing factors.
-        activation_bits: 8 or 16.
-        dtype: of activations, modulations and weights.
-    """
-
-    kind: str
-    channels: int
+    kind: str  # which of the op's variants, in words of its own
+    channels: int  # length of the rows, of all heads together
     batch: int = 2
     tokens: int = 3
-    heads: tuple[int, int] = (1, 1)
-    group: int = 1
-    smooth: bool = False
-    activation_bits: int = 8
-    dtype: torch.dtype = torch.bfloat16
+    heads: tuple[int, int] = (1, 1)  # of queries and of keys, for an op that has them
+    group: int = 1  # channels of a rotation, 1 for none
+    smooth: bool = False  # whether there are smoothing factors
+    activation_bits: int = 8  # 8 or 16
+    dtype: torch.dtype = torch.bfloat16  # of activations, modulations and weights
 
 
 Make = Callable[..., torch.Tensor]
@@ -45,20 +35,14 @@ Make = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """
-    Attributes:
-        op: the op.
-        call: its arguments for a form.
-        exact: takes these, and returns the results in float64, before they are smoothed, rotated and rounded.
-        kinds: the variants.
-        models: forms of models, at which the machine code is looked at.
-    """
+    """"""
 
-    op: Operator
-    call: Callable[[Make, Form], tuple]
+    op: Operator  # the op
+    call: Callable[[Make, Form], tuple]  # its arguments for a form
+    # Takes these, and returns the results in float64, before they are smoothed, rotated and rounded.
     exact: Callable[..., Sequence[torch.Tensor]]
-    kinds: tuple[str, ...]
-    models: tuple[Form, ...]
+    kinds: tuple[str, ...]  # the variants
+    models: tuple[Form, ...]  # forms of models, at which the machine code is looked at
 
     @property
     def name(self) -> str:

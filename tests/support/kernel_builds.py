@@ -46,30 +46,19 @@ ATTENTION = (*OPERANDS, "int8", "float")
 
 @dataclass(frozen=True)
 class Build:
-    """What is compiled.
+    """What is compiled."""
 
-    Attributes:
-        kernel: name of the kernel.
-        channels: length of the rows; of attention, channels of a head.
-        group: channels of a rotation, 1 for none.
-        activation_bits: 8 or 16.
-        dtype: of activations and modulations, in Triton's words.
-        kind: what distinguishes kernels of one length: of GGUF's kernels the format, of codes their bits, of attention
-            the mask's dtype and how many rows it has.
-        capability: compute capability of the card, as in sm_86.
-        model: which of its models' forms it is, of a fused op.
-        fills: whether an attention call has work for all of the card.
-    """
-
-    kernel: str
-    channels: int
-    group: int = 1
-    activation_bits: int = 8
-    dtype: str = "bf16"
+    kernel: str  # name of the kernel
+    channels: int  # length of the rows; of attention, channels of a head
+    group: int = 1  # channels of a rotation, 1 for none
+    activation_bits: int = 8  # 8 or 16
+    dtype: str = "bf16"  # of activations and modulations, in Triton's words
+    # What distinguishes kernels of one length: of GGUF's kernels the format, of codes their bits, of attention the
+    # mask's dtype and how many rows it has.
     kind: str = ""
-    capability: int = 86
-    model: int = 0
-    fills: bool = False
+    capability: int = 86  # compute capability of the card, as in sm_86
+    model: int = 0  # which of its models' forms it is, of a fused op
+    fills: bool = False  # whether an attention call has work for all of the card
 
 
 def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -39,23 +39,14 @@ TAIL = ("whole", "parts", "group")  # further numbers, which it is compiled for 
 
 @dataclass(frozen=True)
 class Build:
-    """What is compiled.
+    """What is compiled."""
 
-    Attributes:
-        config: the configuration.
-        capability: compute capability of the card, as in sm_86.
-        even_k: whether K is a multiple of the configuration's block.
-        store_blocks: whether Hopper's copy engine writes the output.
-        out: dtype of the output in Triton's words; i32 is the accumulator.
-        passes: how often K is walked: twice for activations of 16 bits.
-    """
-
-    config: GemmConfig
-    capability: int = 86
-    even_k: bool = True
-    store_blocks: bool = False
-    out: str = "bf16"
-    passes: int = 1
+    config: GemmConfig  # the configuration
+    capability: int = 86  # compute capability of the card, as in sm_86
+    even_k: bool = True  # whether K is a multiple of the configuration's block
+    store_blocks: bool = False  # whether Hopper's copy engine writes the output
+    out: str = "bf16"  # dtype of the output in Triton's words; i32 is the accumulator
+    passes: int = 1  # how often K is walked: twice for activations of 16 bits
 
 
 def compiled(build: Build):

@@ -27,26 +27,17 @@ SPIKES = 8  # channels that are large
 
 @dataclass(frozen=True)
 class Encoder:
-    """One text encoder in full width.
+    """One text encoder in full width."""
 
-    Attributes:
-        key: its name in ComfyUI's CLIP and in tokens.
-        factory: what makes its class, given what `detect` finds in the tensors of a file.
-        detect: ComfyUI's function of that.
-        tiny: settings of a small one.
-        vocabulary: how many ids of tokens there are; `tiny` may say another.
-        writes: whether it goes on with a text, token by token.
-        divided: parts of linears whose weights are divided by a number, so that random attention is not all on a token.
-        spiky: parts of names. Spikes leave the first, by rows, and are taken back by the columns of the others.
-    """
-
-    key: str
-    factory: Callable[..., type]
-    detect: Callable[[Tensors], dict]
-    tiny: Mapping[str, int]
-    vocabulary: int
-    writes: bool
+    key: str  # its name in ComfyUI's CLIP and in tokens
+    factory: Callable[..., type]  # what makes its class, given what `detect` finds in the tensors of a file
+    detect: Callable[[Tensors], dict]  # ComfyUI's function of that
+    tiny: Mapping[str, int]  # settings of a small one
+    vocabulary: int  # how many ids of tokens there are; `tiny` may say another
+    writes: bool  # whether it goes on with a text, token by token
+    # Parts of linears whose weights are divided by a number, so that random attention is not all on a token.
     divided: Mapping[str, float]
+    # Parts of names. Spikes leave the first, by rows, and are taken back by the columns of the others.
     spiky: Mapping[str, tuple[str, ...]]
 
 

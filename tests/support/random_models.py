@@ -40,29 +40,19 @@ SIGMA = 0.5
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture in full width.
+    """One architecture in full width."""
 
-    Attributes:
-        kind: its class in comfy.supported_models.
-        sizes: arguments of its diffusion model beside those of that class's tables.
-        tiny: those of one block a kind, to try a study out.
-        latent: the shape of its latent at a number of pixels a side.
-        sound: the same of its second latent, of a model that has one.
-        pixels: a side of the image that it is measured at.
-        context: shape of the text's features.
-        inputs: what else a forward takes; a tuple is the shape of a random tensor, and a function gives one at a number
-            of pixels a side.
-        config: what the metadata of its files say of it, where its tensors do not.
-    """
-
-    kind: str
-    sizes: Mapping[str, object]
-    tiny: Mapping[str, object]
-    latent: Callable[[int], tuple[int, ...]]
-    pixels: int
-    context: tuple[int, int, int]
+    kind: str  # its class in comfy.supported_models
+    sizes: Mapping[str, object]  # arguments of its diffusion model beside those of that class's tables
+    tiny: Mapping[str, object]  # those of one block a kind, to try a study out
+    latent: Callable[[int], tuple[int, ...]]  # the shape of its latent at a number of pixels a side
+    pixels: int  # a side of the image that it is measured at
+    context: tuple[int, int, int]  # shape of the text's features
+    # What else a forward takes; a tuple is the shape of a random tensor, and a function gives one at a number of pixels
+    # a side.
     inputs: Mapping[str, object] = field(default_factory=dict)
-    sound: Callable[[int], tuple[int, ...]] | None = None
+    sound: Callable[[int], tuple[int, ...]] | None = None  # the same of its second latent, of a model that has one
+    # What the metadata of its files say of it, where its tensors do not.
     config: Mapping[str, object] = field(default_factory=dict)
 
     def metadata(self) -> dict[str, str]:

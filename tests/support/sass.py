@@ -13,35 +13,23 @@ _TENSOR_CORE = re.compile(r"I(?:MMA\.(16)(8)(32)|GMMA\.(\d+)x(\d+)x(\d+))\b")
 
 @dataclass(frozen=True)
 class MainLoop:
-    """The loop over K of an INT8 GEMM.
+    """The loop over K of an INT8 GEMM."""
 
-    Attributes:
-        tensor: its tensor core instructions.
-        instructions: all its instructions.
-        operations: multiplications and additions that one tensor core instruction does.
-    """
-
-    tensor: int
-    instructions: int
-    operations: int
+    tensor: int  # its tensor core instructions
+    instructions: int  # all its instructions
+    operations: int  # multiplications and additions that one tensor core instruction does
 
 
 @dataclass(frozen=True)
 class AttentionLoop:
-    """The loop over keys of an attention kernel for an Ampere or Ada GeForce card, of one warp.
+    """The loop over keys of an attention kernel for an Ampere or Ada GeForce card, of one warp."""
 
-    Attributes:
-        tensor: its tensor core instructions.
-        cycles: in which these occupy a quarter of a multiprocessor: 16 for m16n8k32 of int8 and m16n8k16 with fp16
-            sums, 32 for m16n8k16 with float32 sums.
-        exponentials: instructions of the unit for special functions, which takes 8 cycles for each.
-        instructions: all its instructions.
-    """
-
-    tensor: int
+    tensor: int  # its tensor core instructions
+    # In which these occupy a quarter of a multiprocessor: 16 for m16n8k32 of int8 and m16n8k16 with fp16 sums, 32 for
+    # m16n8k16 with float32 sums.
     cycles: int
-    exponentials: int
-    instructions: int
+    exponentials: int  # instructions of the unit for special functions, which takes 8 cycles for each
+    instructions: int  # all its instructions
 
 
 def attention_loop(sass: str) -> AttentionLoop:
