@@ -26,10 +26,10 @@ def lazy_int8(
     known = kind.scale(held) if kind.finding is None else None
     compile_ahead((), None, dtype, device, kind.calls(held))
 
-    def scale_of(weight: QuantizedTensor) -> torch.Tensor:
+    def scale_of(there: QuantizedTensor | None = None) -> torch.Tensor:
         nonlocal known
         if known is None:
-            scale = kind.scale(weight)
+            scale = kind.scale(to_device(held, device) if there is None else there)
             with naming_file(file), naming_layer(layer):
                 check_channels(scale.flatten())
                 check_finite(f"{layer}.weight", 127 * scale)  # 127 of it is the largest value
@@ -43,5 +43,5 @@ def lazy_int8(
 
     q, scale = LazyTensor(held.shape, torch.int8, numbers), known
     if scale is None:
-        scale = LazyTensor((len(q), 1), torch.float32, lambda: scale_of(to_device(held, device)))
+        scale = LazyTensor((len(q), 1), torch.float32, scale_of)
     return int8_weight(q, scale, dtype, *known_form(held).unsmoothed)

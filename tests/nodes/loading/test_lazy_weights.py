@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import comfy.memory_management as memory
+import comfy.model_management as management
 import pytest
 import torch
 
@@ -40,6 +42,16 @@ def test_nothing_is_computed_before_it_is_read_and_then_the_same(dit, load, monk
     assert lazy.model_size() == whole.model_size() and not moved
     assert all(part.is_meta == (key in held) for key, part in lazy.model.diffusion_model.state_dict().items())
     assert torch.equal(dit.output(lazy), dit.output(whole))
+
+
+@KINDS
+def test_a_copy_reads_the_stored_weight_once(dit, load, monkeypatch, kind):
+    held, moved, own = dit.int8_weights(load(kind))[dit.LINEARS[3]], [], lazy_weights.to_device
+    monkeypatch.setattr(lazy_weights, "to_device", lambda *given: moved.append(1) or own(*given))
+    for count in (1, 2):
+        buffer = torch.zeros(memory.vram_aligned_size([held]), dtype=torch.uint8)
+        management.cast_to_gathered([held], buffer)
+        assert len(moved) == count
 
 
 @KINDS
