@@ -11,6 +11,7 @@ import numpy
 import torch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor, get_layout_class, register_layout_class
 
+from ...kernels import LazyTensor
 from .file_slices import read_into
 
 NATIVE_FORMAT = "int8_tensorwise"
@@ -129,6 +130,8 @@ def held_weight(weight: Any) -> Any:
 
 def _crosses_slowly(x: torch.Tensor, device: torch.device) -> bool:
     """Whether a copy would run between a GPU and pages of the host that are not pinned."""
+    if isinstance(x, LazyTensor):  # it is computed on the GPU
+        return False
     return {x.device.type, device.type} == {"cpu", "cuda"} and x.is_contiguous() and not x.is_pinned()
 
 

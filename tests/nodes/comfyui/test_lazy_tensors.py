@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from int8_dit.kernels import LazyTensor
-from int8_dit.nodes.comfyui import lazy_tensors
+from int8_dit.nodes.comfyui import lazy_tensors, quantized
 from int8_dit.nodes.comfyui.lazy_tensors import are_copied, lazy_pieces
 from int8_dit.nodes.comfyui.quantized import stored
 from int8_dit.nodes.linears.int8_weight import int8_weight
@@ -48,6 +48,8 @@ def test_moved_and_dequantized_it_is_the_same(weight):
     assert type(stored(moved)) is torch.Tensor and torch.equal(stored(moved), Q)
     with pytest.raises(RuntimeError, match="would write"):
         weight.copy_(moved)
+    card = torch.device("cuda")
+    assert quantized._crosses_slowly(Q, card) and not quantized._crosses_slowly(stored(weight), card)
 
 
 def test_pieces_are_named_as_in_a_state_dict(weight):
