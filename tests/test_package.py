@@ -13,7 +13,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 
 from support.registry_scan import findings
@@ -178,44 +177,3 @@ def test_pictures_lie_where_the_registry_is_told(project, tracked, kind, width, 
 def test_the_changelog_has_an_entry_for_this_version(project):
     headings = re.findall(r"^## (\S+)", (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert project["project"]["version"] in headings
-
-
-@pytest.mark.parametrize(
-    "text",
-    (
-        "# subprocess is not used\n",
-        "import multiprocessing as m",
-        "from urllib.request import urlopen",
-        "import importlib\nimportlib.import_module('ctypes.util')",
-        "from os import system",
-        "import os\nos.execv('a', [])",
-        "run = eval\nrun('1')",
-        "x = compile('1', 'name', 'eval')",
-        "__builtins__['__import__']('o' + 's')",
-        "import torch\ntorch.load('a.pt')",
-        "import torch\ntorch.load('a.pt', weights_only=False)",
-        "start('a program', shell=True)",
-        "@server.routes.post('/delete')\nasync def delete(request): ...",
-        "PromptServer.instance.app.router.add_get('/a', handler)",
-    ),
-)
-def test_what_the_registry_reports_is_found(text):
-    """And what it lets pass is not."""
-    assert findings({"a.py": text})
-    assert len(findings({"a.js": "eval(text);\nnew Function(text);\nmodel.evaluate(text);"})) == 2
-    passes = "import re\nre.compile('a')\nmodel.training = False\nimport torch\ntorch.load('a.pt', weights_only=True)"
-    assert not findings({"a.py": passes})
-
-
-@pytest.mark.parametrize("path", sorted((PROJECT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)
-def test_workflows_name_commands_that_are_here(path):
-    workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
-    assert workflow[True] and workflow["jobs"]  # YAML 1.1 reads the key `on` as true
-    for job in workflow["jobs"].values():
-        if "uses" in job:
-            assert (PROJECT / job["uses"]).is_file()
-            continue
-        for step in job["steps"]:
-            assert ("uses" in step) != ("run" in step), step
-            for script in re.findall(r"tests/[\w/]+\.py", step.get("run", "")):
-                assert (PROJECT / script).is_file()
