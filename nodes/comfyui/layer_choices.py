@@ -11,7 +11,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from .attention import OVERRIDE, comfyuis_attention
-from .lazy_tensors import lazy_pieces
+from .lazy_tensors import whole_state_dict
 from .patcher import DIFFUSION_MODEL
 
 
@@ -90,8 +90,7 @@ def _without(argument: Any, override: object) -> Any:
 def state_dict_of(model: ModelPatcher) -> dict[str, torch.Tensor]:
     """The state dict of a MODEL's diffusion model, weights as they lie there, with the MODEL's own choices: its modules
     may hold those of the clone that was loaded last."""
-    root = model.model.diffusion_model
-    tensors = root.state_dict() | lazy_pieces(root)
+    tensors = whole_state_dict(model.model.diffusion_model)
     for name, choice in attention_choices(model).items():
         prefix = f"{name.removeprefix(DIFFUSION_MODEL)}."
         tensors.pop(f"{prefix}config", None)

@@ -34,8 +34,13 @@ def copies_right() -> bool:
         buffer = torch.zeros(comfy.memory_management.vram_aligned_size([lazy]), dtype=torch.uint8)
         comfy.model_management.cast_to_gathered([lazy], buffer)
         return torch.equal(comfy.memory_management.interpret_gathered_like([values], buffer)[0], values)
-    except (AttributeError, TypeError, RuntimeError):
+    except Exception:  # whatever it is, a load can do without
         return False
+
+
+def whole_state_dict(root: torch.nn.Module) -> dict[str, Any]:
+    """Return the state dict of a module with its lazy tensors, for which its own has placeholders."""
+    return root.state_dict() | lazy_pieces(root)
 
 
 def lazy_pieces(root: torch.nn.Module) -> dict[str, LazyTensor]:

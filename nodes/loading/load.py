@@ -15,7 +15,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
 from ...kernels import BF16, choose_path
-from ..comfyui.lazy_tensors import are_copied, lazy_pieces
+from ..comfyui.lazy_tensors import are_copied, whole_state_dict
 from ..comfyui.patcher import CALLBACK_KEY, let_patches_act
 from ..deferred.install import defer
 from ..files.errors import naming_file
@@ -197,7 +197,7 @@ def build_like(
 
 def rebuild_int8_model(model: BaseModel, kernel: str, disable_dynamic: bool = False) -> ModelPatcher:
     """Return a second MODEL with weights of its own, equal to those of a BaseModel of this pack (multi-GPU)."""
-    held = model.diffusion_model.state_dict() | lazy_pieces(model.diffusion_model)
+    held = whole_state_dict(model.diffusion_model)
     tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in held.items()}
     dtype = model.get_dtype_inference()
     plan = LoadPlan(kernel, dtype, lambda name, weight, _: held_codes(weight, dtype) if is_grouped(weight) else None)

@@ -130,17 +130,13 @@ def checkpoint_plan(
             doing = None if check_on is None else "reading"
             return doing, lambda name, weight, _: hold(weight, compute_dtype, int8, check_on), is_int8
         if lazy and can_stay(weight) and (int8 or is_grouped(weight)):
-            return None, lazily, True
+            of_file = checkpoint.name
+            return None, lambda name, weight, _: lazy_int8(of_file, name, weight, device, compute_dtype), True
         if is_grouped(weight):
             return "reading", expanded, True
         if int8:
             return "quantizing", quantized, True
         return ("decoding", decoded, False) if linear and kind is not None else None
-
-    def lazily(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
-        if input_scale is not None:
-            return to_host(quantized(name, weight, input_scale))
-        return lazy_int8(checkpoint.name, name, weight, device, compute_dtype)
 
     def quantized(name: str, weight: Any, input_scale: torch.Tensor | None) -> Any:
         weight = to_device(weight, device)
