@@ -210,7 +210,7 @@ def attend_in_int8(half_sums: bool, scale: float, tensors: Tensors, results: Seq
     mask = tensors[3]
     channels, scaled = padded_width(q.shape[-1]), half_sums or v.dtype == torch.float32 or not v.is_cuda
     tiles = _usable_gluon_tiles(v, channels, half_sums, scaled) if mask is None else None
-    operands = quantized_operands(q, k, v, scale, None, scaled, tiles.share if tiles is not None else 1)
+    operands = quantized_operands(q, k, v, scale, scaled, tiles.share if tiles is not None else 1)
     if scaled:
         v = operands.v.unflatten(0, k.shape[:2])
     if tiles is not None:

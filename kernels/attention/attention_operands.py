@@ -43,20 +43,14 @@ def _hadamard(N: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _center(
-    x, mean, T, token_stride, left,
-    GIVEN: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, SAMPLES: tl.constexpr,
-):  # fmt: skip
-    """Return PART channels of the mean key: the GIVEN one, or that of one key of each SAMPLES-th part of all."""
+def _center(x, T, token_stride, left, WIDTH: tl.constexpr, PART: tl.constexpr, SAMPLES: tl.constexpr):
+    """Return PART channels of the mean key: the mean of one key of each SAMPLES-th part of all."""
     column = left + tl.arange(0, PART)
-    if GIVEN:
-        return tl.load(mean + column)
-    else:
-        sample, step = tl.arange(0, SAMPLES), tl.cdiv(T, SAMPLES)
-        token = sample * step + sample * 7 % step  # not all of one column of an image
-        inside = (token < T)[:, None] & (column < WIDTH)[None, :]
-        values = tl.load(x + token[:, None].to(tl.int64) * token_stride + column[None, :], mask=inside, other=0.0)
-        return tl.sum(values.to(tl.float32), axis=0) / tl.sum((token < T).to(tl.float32))
+    sample, step = tl.arange(0, SAMPLES), tl.cdiv(T, SAMPLES)
+    token = sample * step + sample * 7 % step  # not all of one column of an image
+    inside = (token < T)[:, None] & (column < WIDTH)[None, :]
+    values = tl.load(x + token[:, None].to(tl.int64) * token_stride + column[None, :], mask=inside, other=0.0)
+    return tl.sum(values.to(tl.float32), axis=0) / tl.sum((token < T).to(tl.float32))
 
 
 @triton.jit
@@ -91,8 +85,8 @@ def _store_scales(scale, largest, first, end, factor):
 
 @triton.jit
 def _quantize_tokens(
-    x, q, scale, mean, begin, T, token_stride, factor,
-    CENTERED: tl.constexpr, GIVEN: tl.constexpr, SAMPLES: tl.constexpr, SHARE: tl.constexpr, DTYPE: tl.constexpr,
+    x, q, scale, begin, T, token_stride, factor,
+    CENTERED: tl.constexpr, SAMPLES: tl.constexpr, SHARE: tl.constexpr, DTYPE: tl.constexpr,
     WIDTH: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Rotate and round BLOCKS blocks of ROWS tokens of one head, less the mean: q = round(127 x / absmax), scale =
@@ -104,9 +98,9 @@ def _quantize_tokens(
     left_center = tl.zeros((PART,), tl.float32)
     center = left_center
     if CENTERED:
-        left_center = _center(x, mean, T, token_stride, 0, GIVEN, WIDTH, PART, SAMPLES)
+        left_center = _center(x, T, token_stride, 0, WIDTH, PART, SAMPLES)
         if PART < D:
-            center = _center(x, mean, T, token_stride, PART, GIVEN, WIDTH, PART, SAMPLES)
+            center = _center(x, T, token_stride, PART, WIDTH, PART, SAMPLES)
     for first in range(begin, tl.minimum(begin + ROWS * BLOCKS, T), ROWS):
         left = _rotated(x, matrix, left_center, first, T, token_stride, 0, CENTERED, WIDTH, PART, ROWS)
         right = left
@@ -157,10 +151,10 @@ def _scale_values(
 
 @triton.jit(do_not_specialize=("TQ", "TK"))
 def attention_operands_kernel(
-    q, k, v, k_mean, v_max, q8, q_scale, k8, k_scale, v16, v_scale,
+    q, k, v, v_max, q8, q_scale, k8, k_scale, v16, v_scale,
     B, H, HK, TQ, TK, TK_PADDED, q_sample, q_head, q_token, k_sample, k_head, k_token, v_sample, v_head, v_token,
     q_factor, k_factor,
-    GIVEN: tl.constexpr, SAMPLES: tl.constexpr, SHARE: tl.constexpr, SCALES_VALUES: tl.constexpr,
+    SAMPLES: tl.constexpr, SHARE: tl.constexpr, SCALES_VALUES: tl.constexpr,
     MAXIMA: tl.constexpr, DTYPE: tl.constexpr,
     WIDTH: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -172,8 +166,8 @@ def attention_operands_kernel(
             base = k + (head // HK).to(tl.int64) * k_sample + (head % HK).to(tl.int64) * k_head
             begin = head.to(tl.int64) * TK_PADDED
             _quantize_tokens(
-                base, k8 + begin * D, k_scale + begin // SHARE, k_mean + head.to(tl.int64) * D, first, TK, k_token,
-                k_factor, True, GIVEN, SAMPLES, SHARE, DTYPE, WIDTH, D, PART, ROWS, BLOCKS,
+                base, k8 + begin * D, k_scale + begin // SHARE, first, TK, k_token,
+                k_factor, True, SAMPLES, SHARE, DTYPE, WIDTH, D, PART, ROWS, BLOCKS,
             )  # fmt: skip
     elif head < B * (H + HK):
         if first < TQ:
@@ -181,8 +175,8 @@ def attention_operands_kernel(
             base = q + (own // H).to(tl.int64) * q_sample + (own % H).to(tl.int64) * q_head
             begin = own.to(tl.int64) * TQ
             _quantize_tokens(
-                base, q8 + begin * D, q_scale + begin, k_mean, first, TQ, q_token, q_factor,
-                False, GIVEN, SAMPLES, 1, DTYPE, WIDTH, D, PART, ROWS, BLOCKS,
+                base, q8 + begin * D, q_scale + begin, first, TQ, q_token, q_factor,
+                False, SAMPLES, 1, DTYPE, WIDTH, D, PART, ROWS, BLOCKS,
             )  # fmt: skip
     else:
         if SCALES_VALUES and first < TK:
@@ -227,18 +221,12 @@ class AttentionOperands(NamedTuple):
 
 
 def quantized_operands(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    key_mean: torch.Tensor | None,
-    scaled: bool,
-    share: int = 1,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, scaled: bool, share: int = 1
 ) -> AttentionOperands:
     """Compute the operands of checked, non-empty tensors [B, H, T, WIDTH] whose channels lie side by side.
 
-    `scale` is not negative. `key_mean` float32 [B, HK, D], zeros behind WIDTH, or None for the mean of some of the
-    keys; `scaled` says whether the values go into fp16, `share` how many keys have a scale in common: 1, 8 or 16.
+    `scale` is not negative. `scaled` says whether the values go into fp16. `share` keys have a scale in common: 1, 8
+    or 16.
     """
     (batch, heads, tq, width), (_, kv_heads, tk, _) = q.shape, k.shape
     channels, key_tokens = padded_width(width), (tk // _KEY_BLOCK + 2) * _KEY_BLOCK
@@ -259,9 +247,8 @@ def quantized_operands(
     halves = channels > _WIDEST_PART
     rows, blocks = (32, 8) if halves else (64, 4)
     sizes = (width, channels, min(channels, _WIDEST_PART), rows, blocks, _WARPS)
-    form = (key_mean is not None, _SAMPLES, share, scaled, _CHUNKS, dtype, *sizes)
-    mean = key_mean if key_mean is not None else q_scale
-    tensors = (q, k, v, mean, maxima, q8, q_scale, k8, k_scale, v16, v_scale)
+    form = (_SAMPLES, share, scaled, _CHUNKS, dtype, *sizes)
+    tensors = (q, k, v, maxima, q8, q_scale, k8, k_scale, v16, v_scale)
     numbers = (batch, heads, kv_heads, tq, tk, key_tokens, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     # The rotation multiplies both by the root of the channels.
     numbers += (scale * math.log2(math.e) / 127 / channels, 1 / 127)
