@@ -83,20 +83,22 @@ def loaded_forms(
 ) -> list[LoadedForm]:
     """Return every way to load the model whose forward was split, without those whose linears were not all timed.
 
-    The forward is predicted in INT8; other forms add to each linear what its row takes longer.
+    The forward is predicted in INT8; other forms add to each linear what its row takes longer. A forward that waits for
+    Python takes as long in any form.
     """
-    in_int8 = split.predicted_blocks() or split.predicted(results, FUSED)
-    if split.waits_for_python or in_int8 is None:
+    waits = split.waits_for_python
+    in_int8 = split.total if waits else split.predicted_blocks() or split.predicted(results, FUSED)
+    if in_int8 is None:
         return []
     found = []
     for name, (method, form) in LOADED_FORMS.items():
         if not all({FUSED, method} <= set(each.milliseconds) for each in results):
             continue
         times = ((split.linears[each.shape].count, each.milliseconds) for each in results)
-        computed = in_int8 + sum(count * (ms[method] - ms[FUSED]) for count, ms in times)
+        longer = 0.0 if waits else sum(count * (ms[method] - ms[FUSED]) for count, ms in times)
         weights = round(sizes.linears * form.bytes_per_weight) + sizes.others
         streamed = max(0, weights - room.card)
-        milliseconds = step_milliseconds(sizes.models * computed, weights, streamed, room.bus)
+        milliseconds = step_milliseconds(sizes.models * (in_int8 + longer), weights, streamed, room.bus)
         fits = max(weights // sizes.models, streamed) <= room.host
         found.append(LoadedForm(name, weights, streamed, milliseconds, weights - streamed + room.step, fits))
     return found

@@ -40,8 +40,13 @@ def test_without_blocks_the_linears_alone_are_predicted():
 
 def test_a_form_without_times_is_left_out():
     assert [each.name for each in loaded_forms(SPLIT, RESULTS, SIZES, LARGE)] == ["INT8"]
-    assert loaded_forms(WAITING, TIMED, SIZES, LARGE) == []
     assert loaded_forms(SPLIT, [result(QKV, **{BF16: 1.0})], SIZES, LARGE) == []
+
+
+def test_a_forward_that_waits_for_python_takes_as_long_in_any_form():
+    forms = loaded_forms(WAITING, TIMED, SIZES, LARGE)
+    assert {each.milliseconds for each in forms} == {2 * WAITING.total} and best_form(forms).name == "INT8"
+    assert best_form(loaded_forms(WAITING, TIMED, SIZES, SMALL)).name == "W4A8 as stored"
 
 
 @pytest.mark.parametrize(
