@@ -1,10 +1,11 @@
-"""INT8 weights of stored ones that lie nowhere in the host's memory: they are computed where ComfyUI copies them."""
+"""Weights that stored ones stand for and that lie nowhere in the host's memory: each is computed where ComfyUI copies
+it."""
 
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import LazyTensor, check_channels, compile_ahead, naming_layer
-from ..comfyui.quantized import layout_of, to_device
+from ...kernels import LazyTensor, check_channels, compile_ahead, dequantize_gguf, naming_layer
+from ..comfyui.quantized import layout_of, stored, to_device
 from ..files.errors import naming_file
 from ..files.holding import STORED_KINDS
 from ..files.reading.values import check_finite
@@ -45,3 +46,23 @@ def lazy_int8(
     if scale is None:
         scale = LazyTensor((len(q), 1), torch.float32, scale_of)
     return int8_weight(q, scale, dtype, *known_form(held).unsmoothed)
+
+
+def lazy_floats(file: str, key: str, weight: QuantizedTensor, device: torch.device, dtype: torch.dtype) -> LazyTensor:
+    """Return the floats [N, K] that a file's weight in GGUF's blocks stands for.
+
+    Each copy of them is computed on `device`, by plain PyTorch: they are few. Its first one raises ValueError, as a
+    load would, for what no weight holds.
+    """
+    checked = False
+
+    def numbers() -> torch.Tensor:
+        nonlocal checked
+        values = dequantize_gguf.reference(to_device(stored(weight), device), weight.params.gguf_format, dtype)
+        if not checked:
+            with naming_file(file):
+                check_finite(key, values)
+            checked = True
+        return values
+
+    return LazyTensor(weight.shape, dtype, numbers)

@@ -33,7 +33,7 @@ from ..linears.layer_selection import is_quantizable
 from ..linears.patched_weights import float_weight
 from ..linears.stored_weights import SMALLEST_STORED
 from ..linears.weight_form import known_form
-from .lazy_weights import lazy_int8
+from .lazy_weights import lazy_floats, lazy_int8
 
 Make = Callable[[str, Any, torch.Tensor | None], Any]
 """(module path of a linear; its weight as it was read: float, meta or quantized; what its input is multiplied by, if
@@ -106,7 +106,7 @@ def checkpoint_plan(
         devices: where the MODEL may run.
         fits: whether it fits them in floats: linears that would compute in floats on all are held in them.
         as_stored: whether weights in fewer bits that a kernel reads stay what they are.
-        lazy: whether INT8 that such weights become is computed where ComfyUI copies it, and not kept in host memory.
+        lazy: whether what such weights become is computed where ComfyUI copies it, and not kept in host memory.
     """
     tensors, device, to_host = checkpoint.tensors, devices[0], HostCopies()
     configs = quant_config.configs_in(tensors)
@@ -174,6 +174,10 @@ def checkpoint_plan(
     weights = {key: t for key, t in tensors.items() if key.endswith(".weight")}
     ways = {key: way for key, weight in weights.items() if (way := planned(key.removesuffix(".weight"), weight))}
     others = [key for key, tensor in tensors.items() if is_gguf(tensor) and key not in ways]
+    if lazy:
+        for key in {key for key in others if key.endswith(".weight") and can_stay(tensors[key])}:
+            tensors[key] = lazy_floats(checkpoint.name, key, tensors[key], device, compute_dtype)
+            others.remove(key)
     work = [key for key, (doing, _, _) in ways.items() if doing is not None]
     sizes = [tensors[key].shape.numel() for key in (*work, *others)]
     progress = Progress(len(sizes)) if sizes else None  # a file that needs no work is loaded as fast as any

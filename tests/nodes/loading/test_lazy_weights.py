@@ -1,15 +1,16 @@
-"""INT8 weights that are computed where ComfyUI copies them, as with dynamic VRAM. On a CPU each operation is a copy."""
+"""Weights that are computed where ComfyUI copies them, as with dynamic VRAM. On a CPU each operation is a copy."""
 
 from pathlib import Path
 
-import comfy.memory_management as memory
 import comfy.model_management as management
 import pytest
 import torch
+from comfy.memory_management import interpret_gathered_like, vram_aligned_size
 
-from int8_dit.kernels import Operator
+from int8_dit.kernels import LazyTensor, Operator
 from int8_dit.nodes.comfyui.lazy_tensors import lazy_pieces
 from int8_dit.nodes.comfyui.quantized import stored
+from int8_dit.nodes.files.reading.gguf_file import read_gguf
 from int8_dit.nodes.loading import lazy_weights
 from int8_dit.nodes.loading import load as loading
 from int8_dit.nodes.loading.load import rebuild_int8_model
@@ -49,7 +50,7 @@ def test_a_copy_reads_the_stored_weight_once(dit, load, monkeypatch, kind):
     held, moved, own = dit.int8_weights(load(kind))[dit.LINEARS[3]], [], lazy_weights.to_device
     monkeypatch.setattr(lazy_weights, "to_device", lambda *given: moved.append(1) or own(*given))
     for count in (1, 2):
-        buffer = torch.zeros(memory.vram_aligned_size([held]), dtype=torch.uint8)
+        buffer = torch.zeros(vram_aligned_size([held]), dtype=torch.uint8)
         management.cast_to_gathered([held], buffer)
         assert len(moved) == count
 
@@ -78,15 +79,42 @@ def test_it_is_saved_quantized_and_copied_as_what_is_held_whole(dit, load, tmp_p
     assert torch.equal(*(dit.output(dit.with_lora(model, lora)) for model in (lazy, whole)))
 
 
+@pytest.mark.parametrize("memory", ("INT8", "as stored"))
+def test_floats_of_blocks_are_computed_as_late(dit, load, tmp_path, memory):
+    """Of a linear that no kernel reads: each copy gets the bits that a load without dynamic VRAM decodes."""
+    load("Q4_0", lazy=False)
+    path = dit.write_as(tmp_path, "Q4_0")
+    whole = dit.load(path, memory=memory)
+    load("Q4_0")
+    lazy = dit.load(path, memory=memory)
+    named = {name: part for name, part in lazy.model.diffusion_model.named_parameters() if type(part) is LazyTensor}
+    assert "t_embedder.mlp.0.weight" in named
+    assert ("joint_blocks.0.x_block.adaLN_modulation.1.weight" in named) == (memory == "INT8")
+    for name, part in named.items():
+        held = whole.model.diffusion_model.get_parameter(name)
+        buffer = torch.zeros(vram_aligned_size([part]), dtype=torch.uint8)
+        management.cast_to_gathered([part], buffer)
+        assert torch.equal(interpret_gathered_like([held], buffer)[0], held) and part.dtype == held.dtype
+    assert torch.equal(dit.output(lazy), dit.output(whole)) and lazy.model_size() == whole.model_size()
+
+
+NO_NUMBER = "layer joint_blocks.0.x_block.attn.qkv cannot be quantized: weight has a NaN or Inf in output channel 0"
+
+
 @pytest.mark.parametrize(
-    "value, says", ((0x7C00, "weight has a NaN or Inf in output channel 0"), (0x7BFF, None)), ids=("inf", "largest")
+    "layer, value, says",
+    (
+        ("joint_blocks.0.x_block.attn.qkv", 0x7C00, NO_NUMBER),
+        ("joint_blocks.0.x_block.attn.qkv", 0x7BFF, None),
+        ("t_embedder.mlp.0", 0x7C00, "t_embedder.mlp.0.weight holds a NaN or Inf"),
+    ),
+    ids=("inf", "largest", "floats"),
 )
-def test_a_row_that_is_no_number_is_refused_by_the_first_copy(dit, load, tmp_path, value, says):
+def test_a_row_that_is_no_number_is_refused_by_the_first_copy(dit, load, tmp_path, layer, value, says):
     """With file and layer, as by a load that reads it."""
-    layer = dit.LINEARS[3]
     path = Path(dit.write_as(tmp_path, "Q8_0"))
-    content, blocks = bytearray(path.read_bytes()), stored(dit.stored(dit.load(path, memory="as stored"))[layer])
-    place = content.index(blocks.numpy().tobytes())
+    content, blocks = bytearray(path.read_bytes()), read_gguf(str(path))[0][f"{layer}.weight"]
+    place = content.index(stored(blocks).numpy().tobytes())
     content[place : place + 2] = value.to_bytes(2, "little")  # the first block's size, a float16
     path.write_bytes(content)
     load("floats")
@@ -94,5 +122,5 @@ def test_a_row_that_is_no_number_is_refused_by_the_first_copy(dit, load, tmp_pat
     if says is None:
         assert dit.output(model).isfinite().all()
         return
-    with pytest.raises(ValueError, match=f"^Q8_0.gguf: layer {layer} cannot be quantized: {says}"):
+    with pytest.raises(ValueError, match=f"^Q8_0.gguf: {says}"):
         dit.output(model)
