@@ -29,9 +29,9 @@ from ..linears.file_notes import FOLDED, keep_notes, notes_of, recipe_in
 from ..linears.linear_call import name_linears
 from ..linears.patched_weights import show_whole, whole_weights
 from ..linears.stored_weights import patch_products
-from .load_plan import LoadPlan, checkpoint_plan, fits_in_floats
+from .load_plan import LoadPlan, checkpoint_plan
 from .loaded_checks import check_loaded, check_scaled, unscaled_codes
-from .memory_choice import AS_STORED, AUTO, CHOICE_KEY, INT8, choose_memory
+from .memory_choice import AS_STORED, AUTO, CHOICE_KEY, INT8, choose_memory, fits_in_floats
 from .operations import int8_operations
 from .summary import floats_name
 

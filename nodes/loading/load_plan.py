@@ -6,8 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import comfy.model_management
-import comfy.utils
 import torch
 
 from ...kernels import (
@@ -31,9 +29,9 @@ from ..linears.compile_ahead import compile_planned
 from ..linears.int8_weight import int8_weight
 from ..linears.layer_selection import is_quantizable
 from ..linears.patched_weights import float_weight
-from ..linears.stored_weights import SMALLEST_STORED
 from ..linears.weight_form import known_form
 from .lazy_weights import lazy_floats, lazy_int8
+from .memory_choice import can_be_stored, keeps_floats
 
 Make = Callable[[str, Any, torch.Tensor | None], Any]
 """(module path of a linear; its weight as it was read: float, meta or quantized; what its input is multiplied by, if
@@ -65,25 +63,6 @@ class LoadPlan:
         self.wait, self.make = lambda: None, lambda name, weight, input_scale: None
         if self.progress is not None:
             self.progress.finish()
-
-
-def fits_in_floats(tensors: dict[str, Any], dtype: torch.dtype, devices: Sequence[torch.device]) -> bool:
-    """Whether all weights fit each device in `dtype` and leave ComfyUI what it reserves for inference."""
-    needed = comfy.utils.calculate_parameters(tensors) * dtype.itemsize
-    needed += comfy.model_management.minimum_inference_memory()
-    return all(needed <= comfy.model_management.get_total_memory(device) for device in devices)
-
-
-def keeps_floats(tensors: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether the floats of a file, given its quant configs, stay floats: one that holds INT8, perhaps in fewer
-    bits, has them for a reason. W4A4 is computed by ComfyUI."""
-    formats = (*quant_config.INT8_FORMATS, quant_config.W4A4)
-    return any(config.get("format") in formats for config in configs.values()) or any(map(is_grouped, tensors.values()))
-
-
-def can_be_stored(weight: Any) -> bool:
-    """Return whether a weight that was read may be held in the bits of its file."""
-    return can_stay(weight) and weight.nbytes >= SMALLEST_STORED
 
 
 def checkpoint_plan(

@@ -1,22 +1,25 @@
-"""In which bits a loaded MODEL holds weights of fewer than 8 (GGUF, W4A8, W6A8): as INT8, or as the file stores them.
+"""In which bits a loaded MODEL holds its weights: those of fewer than 8 bits (GGUF, W4A8, W6A8) as INT8 or as the file
+stores them, and floats as INT8 or as floats.
 
 `auto` holds INT8, whose steps are the fastest, where ComfyUI can keep a whole step of it on the card. Where ComfyUI
 would stream INT8 over the bus, the smaller of the two is held.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import comfy.model_management
+import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ..files.holding import is_gguf, is_grouped
-from ..files.quant_config import configs_in
+from ..files import quant_config
+from ..files.holding import can_stay, is_gguf, is_grouped
 from ..files.reading.importers import Checkpoint
 from ..host.output_files import size_text
 from ..linears.layer_selection import is_quantizable
-from .load_plan import can_be_stored, keeps_floats
+from ..linears.stored_weights import SMALLEST_STORED
 
 AUTO, INT8, AS_STORED = "auto", "INT8", "as stored"
 MEMORY_CHOICES = (AUTO, INT8, AS_STORED)
@@ -71,7 +74,7 @@ def held_bytes(checkpoint: Checkpoint, compute_dtype: torch.dtype) -> tuple[int,
     Both are equal where the file has no such weights.
     """
     int8 = stored = 0
-    whole = keeps_floats(checkpoint.tensors, configs_in(checkpoint.tensors))
+    whole = keeps_floats(checkpoint.tensors, quant_config.configs_in(checkpoint.tensors))
     for key, tensor in checkpoint.tensors.items():
         linear = is_quantizable(key.removesuffix(".weight"), tuple(tensor.shape))
         as_int8 = tensor.nbytes
@@ -82,6 +85,25 @@ def held_bytes(checkpoint: Checkpoint, compute_dtype: torch.dtype) -> tuple[int,
         int8 += as_int8
         stored += tensor.nbytes if can_be_stored(tensor) else as_int8
     return int8, stored
+
+
+def fits_in_floats(tensors: dict[str, Any], dtype: torch.dtype, devices: Sequence[torch.device]) -> bool:
+    """Whether all weights fit each device in `dtype` and leave ComfyUI what it reserves for inference."""
+    needed = comfy.utils.calculate_parameters(tensors) * dtype.itemsize
+    needed += comfy.model_management.minimum_inference_memory()
+    return all(needed <= comfy.model_management.get_total_memory(device) for device in devices)
+
+
+def keeps_floats(tensors: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether the floats of a file, given its quant configs, stay floats: one that holds INT8, perhaps in fewer
+    bits, has them for a reason. W4A4 is computed by ComfyUI."""
+    formats = (*quant_config.INT8_FORMATS, quant_config.W4A4)
+    return any(config.get("format") in formats for config in configs.values()) or any(map(is_grouped, tensors.values()))
+
+
+def can_be_stored(weight: Any) -> bool:
+    """Return whether a weight that was read may be held in the bits of its file."""
+    return can_stay(weight) and weight.nbytes >= SMALLEST_STORED
 
 
 def models_of_a_step(architecture: Any) -> int:

@@ -226,7 +226,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
 @pytest.fixture
 def all_may_stay_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the glyph model, whose layers are small."""
-    for place in ("linears.stored_weights", "loading.load_plan"):
+    for place in ("linears.stored_weights", "loading.memory_choice"):
         monkeypatch.setattr(f"int8_dit.nodes.{place}.SMALLEST_STORED", 0)
 
 

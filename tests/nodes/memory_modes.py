@@ -37,12 +37,12 @@ STEPS = 12
 import_pack()
 import int8_dit.kernels.linear.gemm as gemm
 import int8_dit.nodes.deferred.mode as mode
-import int8_dit.nodes.loading.load_plan as load_plan
+import int8_dit.nodes.loading.memory_choice as memory_choice
 from int8_dit.nodes.comfyui.lazy_tensors import lazy_pieces
 from support import glyph_dit as dit
 
 launches = count_launches(gemm)
-load_plan.SMALLEST_STORED = mode.NOTE_SECONDS = 0  # the glyph model's layers are small
+memory_choice.SMALLEST_STORED = mode.NOTE_SECONDS = 0  # the glyph model's layers are small
 
 
 def sample(model) -> tuple[torch.Tensor, dict]:

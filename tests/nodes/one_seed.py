@@ -27,7 +27,7 @@ from support.pack import import_pack, use_dynamic_vram
 
 import_pack()
 import int8_dit.nodes.deferred.mode as mode
-import int8_dit.nodes.loading.load_plan as load_plan
+import int8_dit.nodes.loading.memory_choice as memory_choice
 from int8_dit.nodes.attention.attention_kinds import AS_COMFYUI, AUTO, INT8
 from studies.variants import VARIANTS
 from support import glyph_dit as dit
@@ -38,7 +38,7 @@ from support.random_models import FAMILIES, Forward, RandomModel, attending, loa
 SAMPLINGS, STEPS, TEXT = 7, 4, "ONE SEED, ONE IMAGE".replace(" ", "").replace(",", "")
 SMALLER = {"Ideogram 4": {"num_layers": 2}, "Flux.1": {"depth": 1, "depth_single_blocks": 2}}
 PIXELS = 512
-load_plan.SMALLEST_STORED = mode.NOTE_SECONDS = 0  # the glyph model's layers are small
+memory_choice.SMALLEST_STORED = mode.NOTE_SECONDS = 0  # the glyph model's layers are small
 
 folder = Path(tempfile.mkdtemp())
 device = torch.device("cuda", torch.cuda.current_device())

@@ -107,6 +107,9 @@ class _MappedFile:
         self._file = open(path, "rb")  # noqa: SIM115 - open as long as its tensors are
         self._memory = _Memory(0, self._file.fileno())
 
+    def __del__(self) -> None:
+        self._file.close()
+
     def get(self) -> int:
         return self._memory.address
 

@@ -118,7 +118,7 @@ def test_fp8_that_becomes_int8_has_8_bits(dit, tmp_path):
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
 def test_codes_of_4_bits_too(dit, tmp_path, memory, monkeypatch):
-    monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
+    monkeypatch.setattr("int8_dit.nodes.loading.memory_choice.SMALLEST_STORED", 0)
     tensors = FORMATS["W4A8"]({key: tensor.float() for key, tensor in dit.tensors().items()}, dit.LINEARS).tensors
     plain = dit.write(tmp_path / "plain.safetensors", tensors)
     path = dit.write(tmp_path / "marked.safetensors", marked(tensors, **FLAG, **UNKNOWN))

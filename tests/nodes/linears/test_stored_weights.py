@@ -21,7 +21,7 @@ GROUPED = ("W4A8", "W6A8")
 FORMS = ("Q8_0", "Q4_0", "Q4_K", *GROUPED)
 DECODED = ("IQ4_NL", "MXFP4")  # by the package gguf, and by no kernel
 ONE_OF_EACH = pytest.mark.parametrize("form", ("Q8_0", "W4A8"))
-SMALLEST = "int8_dit.nodes.loading.load_plan.SMALLEST_STORED"
+SMALLEST = "int8_dit.nodes.loading.memory_choice.SMALLEST_STORED"
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from int8_dit.nodes.comfyui.lazy_tensors import are_copied, lazy_pieces
 from int8_dit.nodes.files.holding import is_gguf
 from int8_dit.nodes.linears.fused_forward import INT8Linear
-from int8_dit.nodes.loading import load_plan, operations
+from int8_dit.nodes.loading import memory_choice, operations
 from support.dynamic_vram import CARD, use_dynamic_vram
 
 LAYERS = ("joint_blocks.0.x_block.mlp.fc1", "joint_blocks.1.x_block.adaLN_modulation.1", "t_embedder.mlp.0")
@@ -44,7 +44,7 @@ def card(monkeypatch):
 def both(request, dit, tmp_path, monkeypatch):
     """A MODEL without dynamic VRAM, one with it, and the class of the card's memory."""
     kind, memory = request.param
-    monkeypatch.setattr(load_plan, "SMALLEST_STORED", 0)  # the glyph model's layers are small
+    monkeypatch.setattr(memory_choice, "SMALLEST_STORED", 0)  # the glyph model's layers are small
     path = dit.write_as(tmp_path, kind)
     ordinary = dit.load(path, memory=memory)
     expected = dit.output(ordinary), dit.output(dit.with_lora(ordinary, dit.lora(LAYERS, SIZE)))

@@ -184,7 +184,7 @@ def test_a_lora_is_not_asked_where_its_weight_is_elsewhere(dit, write, lora):
 def test_blocks_run_fused_with_a_lora(dit, tmp_path, monkeypatch, partially):
     taken, take = [], consumers.linear
     monkeypatch.setattr(consumers, "linear", lambda *args: taken.append(take(*args)) or taken[-1])
-    monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
+    monkeypatch.setattr("int8_dit.nodes.loading.memory_choice.SMALLEST_STORED", 0)
     source = small_models.ideogram4(monkeypatch)
     tensors = source.model.diffusion_model.state_dict()
     path = files.write_gguf(tmp_path / "ideogram.gguf", tensors, files.linears_in("Q8_0"))
@@ -246,7 +246,7 @@ def test_what_is_too_sensitive_for_int8_computes_in_floats(dit, write):
 
 def test_comfyuis_own_int8_is_not_said_of_stored_weights(dit, write, monkeypatch):
     """Where a benchmark found it the fastest, it takes the layers whose weights are INT8, and not blocks."""
-    monkeypatch.setattr("int8_dit.nodes.loading.load_plan.SMALLEST_STORED", 0)
+    monkeypatch.setattr("int8_dit.nodes.loading.memory_choice.SMALLEST_STORED", 0)
     model = dit.load(write("Q8_0"), memory="as stored")
 
     def measured(device, kernel="auto", shape=None, ways=(NATIVE,)):
