@@ -1,5 +1,6 @@
 """A prompt without a text encoder, to measure a forward: random features of the widths that a MODEL's layers read."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, Key
 
 _TOKENS = 256
 _WIDTHS = {"text": 7, "pooled": 11}  # to begin with: of no model's features
-_TRIES = 5
+_TRIES = 6
+_WIDEST = 1 << 17  # of features; larger numbers in an error are bytes
 _BESIDE: tuple[dict[str, torch.Tensor], ...] = ({}, {"attention_mask": torch.ones(1, _TOKENS, dtype=torch.int64)})
 
 
@@ -27,16 +29,18 @@ def made_up_prompt(model: ModelPatcher, latent: dict, check: Callable[[], object
     """Return a CONDITIONING with which a MODEL can be sampled from a LATENT, None if none is found: 256 tokens, pooled
     features and perhaps an attention mask.
 
-    The MODEL is sampled with features of odd widths. The first layer that reads another width stops it, and says which.
-    `check` is called between the tries, and raises on cancel.
+    The MODEL is sampled with features of odd widths. The first layer that reads another width stops it, and says which;
+    of features that were split into parts it reads one. A model that fails before any layer often names the width: the
+    largest number in its error is tried. `check` is called between the tries, and raises on cancel.
     """
     model, widths, generator = model.clone(), {}, torch.Generator()
     model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, DEFERRED)  # it would take the stop for its own failure
 
     def stop(module: Any, args: tuple) -> None:
         for kind, width in widths.items():
-            if args and isinstance(args[0], torch.Tensor) and args[0].shape[-1] == width != _width_of(module):
-                raise _Width(kind, _width_of(module))
+            given, read = args[0].shape[-1] if args and isinstance(args[0], torch.Tensor) else 0, _width_of(module)
+            if given and given != read and (given == width or (kind == "text" and width % given == 0 and given > 1)):
+                raise _Width(kind, read * (width // given))
 
     layers = [layer for layer in model.model.diffusion_model.modules() if _width_of(layer)]
     hooks = [layer.register_forward_pre_hook(stop) for layer in layers]
@@ -53,8 +57,11 @@ def made_up_prompt(model: ModelPatcher, latent: dict, check: Callable[[], object
                     sample_euler(model, prompt, latent, 1, lambda *_: None)
                 except _Width as found:
                     widths |= [found.args]
-                except FAILURES:
-                    break
+                except FAILURES as error:
+                    named = [int(n) for n in re.findall(r"\d+", str(error)) if _WIDTHS["text"] < int(n) <= _WIDEST]
+                    if not named or widths["text"] == max(named):
+                        break
+                    widths["text"] = max(named)
                 else:
                     return prompt
         return None

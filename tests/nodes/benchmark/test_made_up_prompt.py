@@ -15,7 +15,9 @@ MODELS = {
     **dict.fromkeys(("Qwen-Image", "Hunyuan Image", "Cosmos Predict 2", "Ideogram 4", "CogVideoX"), (64, 11, False)),
     "Hunyuan Video": (64, 768, False),
     **dict.fromkeys(("LTX-Video", "Mochi", "OmniGen 2"), (64, 11, True)),
-    **dict.fromkeys(("HunyuanDiT", "Krea 2"), None),
+    **dict.fromkeys(("LTX-2", "LTX-2.3"), (64, 11, False)),  # fails before a layer, and names it
+    **dict.fromkeys(("Krea 2", "Lens"), (128, 11, False)),  # of several layers of an encoder
+    **dict.fromkeys(("HunyuanDiT", "HiDream"), None),
 }
 
 
@@ -33,7 +35,7 @@ def test_features_are_as_wide_as_layers_read(small, name):
     assert {kind: dict(keys) for kind, keys in model.wrappers.items()} == wrappers
 
 
-@pytest.mark.parametrize("name", ("Flux", "Z-Image", "Wan t2v"))
+@pytest.mark.parametrize("name", ("Flux", "Z-Image", "Wan t2v", "LTX-2", "Krea 2"))
 def test_a_forward_of_a_model_alone_is_measured(small, name):
     model = small.int8_of(ARCHITECTURES[name])
     split = measure_forward(model, None, empty_latent(model, 64))
@@ -41,7 +43,7 @@ def test_a_forward_of_a_model_alone_is_measured(small, name):
 
 
 def test_what_else_a_model_needs_has_to_be_connected(small):
-    model = small.stock_of(ARCHITECTURES["Krea 2"])
+    model = small.stock_of(ARCHITECTURES["HiDream"])
     with pytest.raises(NoForward, match="connect positive and latent_image to measure a forward of this model"):
         measure_forward(model, None, empty_latent(model, 64))
 
