@@ -73,9 +73,12 @@ def test_the_same_bits(dit, both):
 
 def test_a_full_card(dit, both, monkeypatch):
     (expected, _), model, card = both
+    patched = dit.with_lora(model, dit.lora(LAYERS, SIZE))
+    with_lora = dit.output(patched)
     monkeypatch.setattr(card, "full", True)
     for _ in range(2):
         assert torch.equal(dit.output(model), expected)
+        assert torch.equal(dit.output(patched), with_lora)
 
 
 def test_a_lora(dit, both):
