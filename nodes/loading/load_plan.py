@@ -152,11 +152,9 @@ def checkpoint_plan(
 
     weights = {key: t for key, t in tensors.items() if key.endswith(".weight")}
     ways = {key: way for key, weight in weights.items() if (way := planned(key.removesuffix(".weight"), weight))}
+    for key in [key for key, weight in weights.items() if lazy and key not in ways and can_stay(weight)]:
+        tensors[key] = lazy_floats(checkpoint.name, key, tensors[key], device, compute_dtype)
     others = [key for key, tensor in tensors.items() if is_gguf(tensor) and key not in ways]
-    if lazy:
-        for key in {key for key in others if key.endswith(".weight") and can_stay(tensors[key])}:
-            tensors[key] = lazy_floats(checkpoint.name, key, tensors[key], device, compute_dtype)
-            others.remove(key)
     work = [key for key, (doing, _, _) in ways.items() if doing is not None]
     sizes = [tensors[key].shape.numel() for key in (*work, *others)]
     progress = Progress(len(sizes)) if sizes else None  # a file that needs no work is loaded as fast as any

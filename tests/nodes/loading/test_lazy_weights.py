@@ -22,9 +22,9 @@ KINDS = pytest.mark.parametrize("kind", ("W4A8", "W6A8", "Q8_0", "Q4_0"))
 def load(dit, tmp_path, monkeypatch):
     """A MODEL of the glyph model's file of a kind, with lazy weights or without."""
 
-    def make(kind, lazy=True):
+    def make(kind, lazy=True, **options):
         monkeypatch.setattr(loading, "are_copied", lambda device: lazy)
-        return dit.load(dit.write_as(tmp_path, kind))
+        return dit.load(dit.write_as(tmp_path, kind), **options)
 
     return make
 
@@ -80,13 +80,9 @@ def test_it_is_saved_quantized_and_copied_as_what_is_held_whole(dit, load, tmp_p
 
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
-def test_floats_of_blocks_are_computed_as_late(dit, load, tmp_path, memory):
+def test_floats_of_blocks_are_computed_as_late(dit, load, memory):
     """Of a linear that no kernel reads: each copy gets the bits that a load without dynamic VRAM decodes."""
-    load("Q4_0", lazy=False)
-    path = dit.write_as(tmp_path, "Q4_0")
-    whole = dit.load(path, memory=memory)
-    load("Q4_0")
-    lazy = dit.load(path, memory=memory)
+    whole, lazy = load("Q4_0", lazy=False, memory=memory), load("Q4_0", memory=memory)
     named = {name: part for name, part in lazy.model.diffusion_model.named_parameters() if type(part) is LazyTensor}
     assert "t_embedder.mlp.0.weight" in named
     assert ("joint_blocks.0.x_block.adaLN_modulation.1.weight" in named) == (memory == "INT8")
