@@ -120,7 +120,7 @@ class _MappedFile:
         return True
 
 
-def use_dynamic_vram(monkeypatch: pytest.MonkeyPatch) -> type[_CardMemory]:
+def imitate_dynamic_vram(monkeypatch: pytest.MonkeyPatch) -> type[_CardMemory]:
     """Let ComfyUI load models with dynamic VRAM until the fixture undoes it; return the class of its card's memory."""
     management, cast = comfy.model_management, comfy.ops.cast_bias_weight
 

@@ -13,7 +13,7 @@ from int8_dit.nodes.comfyui.lazy_tensors import are_copied, lazy_pieces
 from int8_dit.nodes.files.holding import is_gguf
 from int8_dit.nodes.linears.fused_forward import INT8Linear
 from int8_dit.nodes.loading import memory_choice, operations
-from support.dynamic_vram import CARD, use_dynamic_vram
+from support.dynamic_vram import CARD, imitate_dynamic_vram
 
 LAYERS = ("joint_blocks.0.x_block.mlp.fc1", "joint_blocks.1.x_block.adaLN_modulation.1", "t_embedder.mlp.0")
 SIZE = 0.3  # of a LoRA, so that its effect is several times what rounding to INT8 does
@@ -35,7 +35,7 @@ def card(monkeypatch):
     resident = operations._is_resident
     monkeypatch.setattr(operations, "_is_resident", lambda layer, x: not hasattr(layer, "_v") and resident(layer, x))
     monkeypatch.setattr(INT8Linear, "_lies_on", lambda layer, *_: not hasattr(layer, "_v"))
-    yield use_dynamic_vram(monkeypatch)
+    yield imitate_dynamic_vram(monkeypatch)
     comfy.model_management.unload_all_models()
     gc.collect()  # what ComfyUI does where a MODEL goes needs the imitation
 
