@@ -14,6 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
+from ...kernels import LazyTensor
 from ..comfyui.patcher import CALLBACK_KEY, DIFFUSION_MODEL, weight_below_patches
 from ..files.attention_choices import CONFIG
 from ..files.block_lists import AGAIN, block_of, check_lists, lists_in
@@ -137,8 +138,8 @@ def _check_values(model: ModelPatcher, names: Collection[str], plan: LoadPlan) -
     later = []
     # Of buffers those that come from its file. PixArt's is a parameter.
     for name, tensor in (*module.named_parameters(), *((n, held) for n, held in buffers.items() if n in names)):
-        if isinstance(tensor, QuantizedTensor) or tensor.dtype not in WEIGHT_DTYPES:
-            continue
+        if isinstance(tensor, (QuantizedTensor, LazyTensor)) or tensor.dtype not in WEIGHT_DTYPES:
+            continue  # lazy ones are checked by their first copy
         small = tensor.numel() <= _AT_ONCE
         if small and name in names and name.endswith((".weight", ".bias")):
             continue  # checked in the file
