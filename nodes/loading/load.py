@@ -9,7 +9,7 @@ import comfy.model_management
 import comfy.sd
 import comfy.utils
 import torch
-from comfy.model_base import BaseModel
+from comfy.model_base import BaseModel, ModelType
 from comfy.model_detection import model_config_from_unet, unet_prefix_from_state_dict
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
@@ -152,21 +152,45 @@ def tensors_of_file(model: BaseModel, state_dict: dict[str, Any]) -> dict[str, A
     """
     # The class's: a MODEL may refuse ComfyUI's save nodes.
     tensors = type(model).state_dict_for_saving(model, state_dict)
-    if model.model_config.sampling_settings.get("zsnr"):
-        tensors["ztsnr"] = torch.tensor([])
     prefix, own = unet_prefix_from_state_dict(tensors), _TAKEN_OFF.get(type(model).__name__, "")
-    return comfy.utils.state_dict_prefix_replace(dict(tensors), {prefix: own})
+    return comfy.utils.state_dict_prefix_replace(dict(tensors), {prefix: own}) | _marks(model)
+
+
+def _marks(model: BaseModel) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint of an SDXL says of how it predicts, in tensors that ComfyUI does not write there."""
+    settings, latents = model.model_config.sampling_settings, model.latent_format
+    marks = {"ztsnr": torch.tensor([])} if settings.get("zsnr") else {}
+    if model.model_type == ModelType.V_PREDICTION_EDM:  # CosXL
+        sigmas = [name for name in ("sigma_max", "sigma_min") if name in settings]
+        marks |= {f"edm_vpred.{name}": torch.tensor([float(settings[name])]) for name in sigmas}
+    if type(latents).__name__ == "SDXL_Playground_2_5":
+        marks |= {"edm_mean": latents.latents_mean, "edm_std": latents.latents_std}
+    return marks
 
 
 def check_known(model: BaseModel) -> None:
-    """Raise ValueError where ComfyUI would not know a model again by the tensors of its file."""
+    """Raise ValueError where ComfyUI would not know a model again by the tensors of its file, or how it predicts."""
     parts, all_names = model.diffusion_model, {"remove_duplicate": False}
     held = dict([*parts.named_parameters(**all_names), *parts.named_buffers(**all_names)])
-    if model_config_from_unet(tensors_of_file(model, held), "", metadata=file_metadata(model)) is None:
+    tensors = tensors_of_file(model, held)
+    found = model_config_from_unet(tensors, "", metadata=file_metadata(model))
+    if found is None:
         raise ValueError(
             f"ComfyUI would not know a file of this model ({type(model).__name__}) again, so it cannot be quantized or "
             "saved; load the model's own file with Load INT8 DiT, which makes INT8 of it"
         )
+    found.model_type(tensors)  # it reads the marks
+    _check_alike(*((c.sampling_settings, type(c.latent_format).__name__) for c in (model.model_config, found)))
+
+
+def _check_alike(*kinds: tuple[Any, ...]) -> None:
+    """Raise ValueError unless two models are of one kind."""
+    for before, after in zip(*kinds, strict=True):
+        if before != after:
+            raise ValueError(
+                f"the diffusion model by itself would be taken for another kind of model ({after} instead of "
+                f"{before}), and its images would be wrong"
+            )
 
 
 def build_like(
@@ -182,16 +206,12 @@ def build_like(
     """
     tensors, metadata = tensors_of_file(model, state_dict), file_metadata(model)
     built = build_model(tensors, metadata, plan, disable_dynamic)
-    kinds = (
-        (type(m).__name__, m.model_type, m.model_config.sampling_settings, type(m.latent_format).__name__)
-        for m in (model, built.model)
+    _check_alike(
+        *(
+            (type(m).__name__, m.model_type, m.model_config.sampling_settings, type(m.latent_format).__name__)
+            for m in (model, built.model)
+        )
     )
-    for before, after in zip(*kinds, strict=True):
-        if before != after:
-            raise ValueError(
-                f"the diffusion model by itself would be taken for another kind of model ({after} instead of "
-                f"{before}), and its images would be wrong"
-            )
     return built
 
 

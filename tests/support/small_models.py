@@ -76,13 +76,13 @@ def ltx_video(**config: object) -> ModelPatcher:
     return _load(comfy.ldm.lightricks.model.LTXVModel, metadata, sharp, **sizes)
 
 
-def v_prediction_unet(monkeypatch: pytest.MonkeyPatch) -> ModelPatcher:
-    """A narrow SDXL whose checkpoint says by two marks, beside the UNet's tensors, how it predicts."""
+def marked_unet(monkeypatch: pytest.MonkeyPatch, marks: dict[str, torch.Tensor]) -> ModelPatcher:
+    """A narrow SDXL whose checkpoint says by marks, beside the UNet's tensors, how it predicts."""
     sizes = comfy.supported_models.SDXL.unet_config | {"model_channels": 32, "transformer_depth": [0, 0, 1, 1, 1, 1]}
     monkeypatch.setattr(comfy.supported_models.SDXL, "unet_config", sizes)
     return _load(
         comfy.ldm.modules.diffusionmodules.openaimodel.UNetModel,
-        extra={"v_pred": torch.tensor([]), "ztsnr": torch.tensor([])},
+        extra=marks,
         image_size=32,
         in_channels=4,
         model_channels=32,

@@ -50,13 +50,35 @@ def test_a_config_that_comes_from_tensors_alone_is_not_changed(dit, after):
         assert {k: v for k, v in own.items() if k != "dtype"} == {k: v for k, v in other.items() if k != "dtype"}
 
 
-def test_how_a_model_predicts(small, after, monkeypatch):
-    model = small.v_prediction_unet(monkeypatch)
-    sigma_max = float(model.get_model_object("model_sampling").sigma_max)
-    assert sigma_max > 1000  # zero terminal SNR
-    for name, made in after(model).items():
-        assert made.model.model_type == ModelType.V_PREDICTION, name
-        assert float(made.get_model_object("model_sampling").sigma_max) == sigma_max, name
+NOTHING = torch.tensor([])
+SIGMAS = {"edm_vpred.sigma_max": torch.tensor(120.0), "edm_vpred.sigma_min": torch.tensor(0.003)}
+
+
+@pytest.mark.parametrize(
+    "marks, predicts, sigma_max",
+    (
+        ({"v_pred": NOTHING, "ztsnr": NOTHING}, ModelType.V_PREDICTION, 4518),  # zero terminal SNR
+        (SIGMAS, ModelType.V_PREDICTION_EDM, 120),
+        ({"edm_mean": torch.zeros(4), "edm_std": torch.ones(4)}, ModelType.EDM, 80),
+    ),
+    ids=("v", "CosXL", "Playground"),
+)
+def test_how_a_model_predicts(dit, small, after, monkeypatch, tmp_path, marks, predicts, sigma_max):
+    model = small.marked_unet(monkeypatch, marks)
+    made_of_it = after(model)
+    made_of_it["GGUF"] = dit.load(dit.save(made_of_it["loaded"], tmp_path / "again.gguf"))
+    for name, made in {"": model, **made_of_it}.items():
+        sampling = made.get_model_object("model_sampling")
+        assert made.model.model_type == predicts and int(sampling.sigma_max) == sigma_max, name
+        assert float(sampling.sigma_min) == float(model.get_model_object("model_sampling").sigma_min), name
+        assert type(made.model.latent_format) is type(model.model.latent_format), name
+
+
+def test_a_mark_that_is_not_known_is_refused_before_the_work(dit, small, monkeypatch, tmp_path):
+    model = dit.load(dit.save(small.marked_unet(monkeypatch, {}), tmp_path / "plain.gguf"))
+    model.model.model_config.sampling_settings = {"of tomorrow": True}
+    with pytest.raises(ValueError, match="taken for another kind of model"):
+        dit.save(model, tmp_path / "refused.safetensors")
 
 
 def test_embedders_that_belong_to_the_model(dit, small, after):
@@ -106,8 +128,7 @@ def test_folding_does_not_make_an_fp16_model_of_a_z_image(dit, small, tmp_path):
     inputs = small.calibration(model)
     inputs["positive"] = {"positive_0": [[small._randn(1, 7, 64, seed=5), {}]]}
     with small.known_to_comfyui(architecture):
-        quantized = dit.quantize(model, **inputs)
-    path = dit.save(quantized, tmp_path / "folded.safetensors", fold=True)
+        path = dit.save(dit.quantize(model, **inputs), tmp_path / "folded.safetensors", fold=True)
     before = model.model.diffusion_model.state_dict()
     for name, folded in load_file(path).items():
         if name.endswith("norm1.weight") and name.startswith("layers."):
