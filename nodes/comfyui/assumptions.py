@@ -18,7 +18,7 @@ _NEEDED = {
     "comfy.latent_formats": (
         "LatentFormat.latent_dimensions LatentFormat.spacial_downscale_ratio LatentFormat.temporal_downscale_ratio"
     ),
-    "comfy.lora": "calculate_weight",
+    "comfy.lora": "calculate_shape calculate_weight",
     "comfy.model_base": "BaseModel",
     "comfy.model_detection": (
         "convert_diffusers_mmdit detect_unet_config(metadata) model_config_from_diffusers_unet "

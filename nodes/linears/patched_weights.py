@@ -58,6 +58,19 @@ def patched_weight(model: ModelPatcher, name: str) -> torch.Tensor:
     return float_weight(weight, getattr(module, "pre_quant_scale", None) if part == "weight" else None)
 
 
+def patched_shape(model: ModelPatcher, name: str) -> torch.Size:
+    """Return the shape of a weight with patches: a LoRA for more input channels makes it wider."""
+    key = DIFFUSION_MODEL + name
+    held = weight_below_patches(model, key)
+    return torch.Size(comfy.lora.calculate_shape(model.patches.get(key, ()), held, key))
+
+
+def is_widened(model: ModelPatcher) -> bool:
+    """Return whether patches give a MODEL's layers other shapes."""
+    keys = [(name, DIFFUSION_MODEL + name) for name in possibly_patched(model)]
+    return any(patched_shape(model, name) != weight_below_patches(model, key).shape for name, key in keys)
+
+
 def _patched_as_stored(model: ModelPatcher, key: str) -> torch.Tensor:
     """Return a stored weight with patches applied, as a float tensor of its own on the MODEL's device."""
     weight = float_weight(cast_to_device(weight_below_patches(model, key), model.load_device, None, copy=True))
@@ -92,7 +105,8 @@ def show_whole(_: ModelPatcher, model: Any) -> None:
 
 
 def _pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch.Tensor | PendingTensor]:
-    """Return the tensors that a weight is written as, in a stored form. A patched one is computed for the first."""
+    """Return the tensors that a weight is written as, in a stored form. A patched one is computed for the first, or at
+    once where a patch makes it wider."""
     pieces = form.state_dict(key) if isinstance(form, QuantizedTensor) else {key: form}
     if key not in model.patches:
         return pieces
@@ -107,6 +121,8 @@ def _pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch.Tensor 
             raise ValueError(f"{key}: its patches (a LoRA?) make a NaN or Inf of it; it cannot be saved")
         return {name: tensor.to("cpu") for name, tensor in again.state_dict(key).items()}
 
+    if patched_shape(model, key.removeprefix(DIFFUSION_MODEL)) != form.shape:
+        return made()  # the sizes of its pieces are others
     return {name: PendingTensor(piece, lambda name=name: made().pop(name)) for name, piece in pieces.items()}
 
 

@@ -132,13 +132,16 @@ def build_model(
     return model
 
 
-def file_metadata(model: BaseModel) -> dict[str, str]:
+def file_metadata(model: BaseModel, widened: bool = False) -> dict[str, str]:
     """Return what ComfyUI cannot see of a BaseModel's architecture in its tensors, as metadata of its file.
 
     Some families (LTX-Video, Wan) have it in a "config" there, which ComfyUI does not keep: this is what it made of it.
+    `widened` says that patches changed how many channels the model reads.
     """
     config = {}
     for name, value in model.model_config.unet_config.items():
+        if widened and name in ("in_dim", "in_channels"):
+            continue
         with suppress(TypeError):  # of a dtype
             if json.loads(json.dumps(value)) == value:
                 config[name] = value

@@ -19,7 +19,7 @@ from ..files.holding import is_gguf
 from ..files.reading.gguf_package import INT8_CONFIG
 from ..files.writing.tensor_files import PendingGGUF
 from ..linears.layer_selection import is_quantizable, linears
-from ..linears.patched_weights import patched_weight
+from ..linears.patched_weights import patched_shape, patched_weight
 from ..linears.weight_form import WeightForm, weight_form
 
 Q8_CR = "Q8_CR"
@@ -48,7 +48,7 @@ def int8_pieces(model: ModelPatcher) -> dict[str, dict[str, PendingGGUF]]:
 
 
 def _pieces(model: ModelPatcher, name: str, held: Any, form: WeightForm | None) -> dict[str, PendingGGUF]:
-    rows, channels = held.shape
+    rows, channels = patched_shape(model, name)
     as_held = None if form is None or form.smoothed or is_gguf(held) else form
     transform = as_held.unsmoothed.transform if as_held else ChannelTransform(None, rotation_group_of(channels))
     key, scale_name = DIFFUSION_MODEL + name, f"{name}_scale"

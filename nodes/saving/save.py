@@ -32,7 +32,7 @@ from ..linears import file_notes
 from ..linears.folding import fold
 from ..linears.int8_weight import is_int8
 from ..linears.layer_selection import check_runs_as_stored, linears
-from ..linears.patched_weights import patched_state_dict, patched_weight
+from ..linears.patched_weights import is_widened, patched_shape, patched_state_dict, patched_weight
 from ..loading.load import check_known, file_metadata, tensors_of_file
 from .gguf_int8 import KNOWN_ARCHITECTURES, Q8_CR, int8_metadata, int8_pieces
 
@@ -109,7 +109,8 @@ def save_int8_model(
     file_notes.warn_of_patches_on_folded(model)
     recipe = file_notes.recipe_of(model)
     recipe[file_notes.FOLDED] = folded or bool(recipe.get(file_notes.FOLDED))
-    about = {file_notes.RECIPE_KEY: json.dumps(recipe)} | quant_config.as_metadata(tensors) | file_metadata(model.model)
+    about = {file_notes.RECIPE_KEY: json.dumps(recipe)} | quant_config.as_metadata(tensors)
+    about |= file_metadata(model.model, is_widened(model))
     return write_safetensors(destination, tensors, with_workflow(about, workflow))
 
 
@@ -141,7 +142,7 @@ def save_gguf_model(
     tensors = _tensors(model, type)
     _warn_of_patches_on_rounded(model, type)
     architecture = architecture_name(model.model, KNOWN_ARCHITECTURES if type == Q8_CR else ())
-    about = file_metadata(model.model) | int8_metadata(tensors)
+    about = file_metadata(model.model, is_widened(model)) | int8_metadata(tensors)
     recipe = file_notes.recipe_of(model)
     # Of the one a loader warns, the other holds for these weights too; the rest of a recipe is about INT8.
     kept = {name: recipe[name] for name in (file_notes.FOLDED, file_notes.ATTENTION) if recipe.get(name)}
@@ -214,7 +215,7 @@ def _of_model(model: ModelPatcher, name: str, in_blocks: bool, type: str) -> Pen
     held: Any = weight_below_patches(model, key)
     if not (held.dtype.is_floating_point or isinstance(held, QuantizedTensor)):
         return _plain(lambda: held)
-    read, shape = partial(patched_weight, model, name), tuple(held.shape)
+    read, shape = partial(patched_weight, model, name), tuple(patched_shape(model, name))
     fitting = _fitting(shape, type) if in_blocks else None
     if fitting is None:
         return _plain(read)

@@ -13,14 +13,16 @@ import pytest
 import torch
 from comfy.model_management import InterruptProcessingException
 from comfy.quant_ops import QuantizedTensor
+from comfy.weight_adapter.lora import LoRAAdapter
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from int8_dit.nodes.files.writing.tensor_files import write_safetensors
 from int8_dit.nodes.host.work import Progress
 from int8_dit.nodes.linears.file_notes import recipe_of
+from int8_dit.nodes.linears.patched_weights import float_weight
 from int8_dit.nodes.save_models import SaveINT8DiT
-from int8_dit.nodes.saving.save import save_int8_model
+from int8_dit.nodes.saving.save import save_gguf_model, save_int8_model
 from support.file_formats import encoded
 
 EXTENSION = "safetensors"  # of what is saved here, for the fixture `target`
@@ -173,6 +175,33 @@ def test_a_lora_is_baked_in(dit, request, save, load, kind):
     patched.detach()
     assert dit.relative_error(saved, before) > 0.1
     assert torch.equal(saved, dit.output(patched))
+
+
+@pytest.mark.parametrize("type", (None, "Q8_0", "Q8_CR"))
+def test_a_lora_that_widens_a_layer_is_baked_in(dit, plain, tmp_path, type):
+    """As those for Flux's control images do: the layer then reads more channels."""
+    layer, more, lora = "context_embedder", 64, dit.lora(["context_embedder"])
+    key, before = f"diffusion_model.{layer}", dit.tensors()[f"{layer}.weight"].float()
+    up, down = (lora[f"{key}.lora_{end}.weight"] for end in ("up", "down"))
+    down = lora[f"{key}.lora_down.weight"] = torch.cat((down, torch.ones(len(down), more)), 1)
+    lora[f"{key}.reshape_weight"] = torch.tensor([len(before), before.shape[1] + more])
+    wide, path = dit.with_lora(plain, lora), str(tmp_path / "wide.gguf")
+    saved = save_gguf_model(wide, path, {}, type) if type else dit.save(wide, tmp_path / "wide.safetensors")
+    weight = float_weight(dit.module(dit.load(saved), layer).weight)
+    assert dit.relative_error(weight.float(), torch.nn.functional.pad(before, (0, more)) + up @ down) < 0.02
+
+
+def test_a_file_of_a_wider_model_names_no_narrower_one(dit, plain, tmp_path, monkeypatch):
+    """Of some families ComfyUI believes a file's config rather than its tensors."""
+    monkeypatch.setitem(plain.model.model_config.unet_config, "in_dim", 16)
+    for wide in (False, True):
+        if wide:
+            shape = [dit.tensors()["context_embedder.weight"].shape[0], 1 << 10]
+            factors = (torch.zeros(shape[0], 1), torch.zeros(1, shape[1]), None, None, None, shape)
+            plain.add_patches({"diffusion_model.context_embedder.weight": LoRAAdapter(set(), factors)})
+        path = dit.save(plain, tmp_path / f"{wide}.safetensors")
+        with safe_open(path, "pt") as file:
+            assert ("in_dim" in json.loads(file.metadata()["config"])["transformer"]) == (not wide)
 
 
 def test_another_models_lora_is_not_saved(dit, plain, save):
