@@ -29,7 +29,7 @@ from ..linears.file_notes import FOLDED, keep_notes, notes_of, recipe_in
 from ..linears.linear_call import name_linears
 from ..linears.patched_weights import show_whole, whole_weights
 from ..linears.stored_weights import patch_products
-from .load_plan import LoadPlan, checkpoint_plan
+from .load_plan import LoadPlan, checkpoint_plan, floats_where_faster
 from .loaded_checks import check_loaded, check_scaled, unscaled_codes
 from .memory_choice import AS_STORED, AUTO, CHOICE_KEY, INT8, choose_memory, fits_in_floats
 from .operations import int8_operations
@@ -71,9 +71,10 @@ def load_int8_model(
             notices.warn_of_fallback("bf16", devices[0], kernel, _RUNS_IN.format(floats_name(dtype)), advice)
         if fits and path_kind == BF16 and memory == AUTO:
             memory = INT8  # of no account: linears are held in floats
-        choice = choose_memory(memory, checkpoint, dtype, devices[0])
+        in_floats = floats_where_faster(kernel, devices, fits)
+        choice = choose_memory(memory, checkpoint, dtype, devices[0], in_floats)
         lazy = not disable_dynamic and are_copied(devices[0])
-        plan = checkpoint_plan(checkpoint, kernel, dtype, devices, fits, choice.as_stored, lazy)
+        plan = checkpoint_plan(checkpoint, kernel, dtype, devices[0], in_floats, choice.as_stored, lazy)
         model = build_model(checkpoint.tensors, checkpoint.metadata, plan, disable_dynamic)
     # ComfyUI says only afterwards which device it wants a second MODEL for. It holds weights as the first one does.
     factory = partial(load_int8_model, anywhere=True, memory=AS_STORED if choice.as_stored else INT8)

@@ -31,7 +31,7 @@ from ..linears.layer_selection import is_quantizable
 from ..linears.patched_weights import float_weight
 from ..linears.weight_form import known_form
 from .lazy_weights import lazy_floats, lazy_int8
-from .memory_choice import can_be_stored, keeps_floats
+from .memory_choice import InFloats, can_be_stored, keeps_floats
 
 Make = Callable[[str, Any, torch.Tensor | None], Any]
 """(module path of a linear; its weight as it was read: float, meta or quantized; what its input is multiplied by, if
@@ -46,7 +46,7 @@ class LoadPlan:
     compute_dtype: torch.dtype  # of everything that is not INT8
     make: Make  # what linears hold that are not INT8 in the state dict; its numbers are there after `wait`
     # (N, K, whether ComfyUI's INT8 could compute it) -> whether an INT8 linear is held in `compute_dtype`.
-    in_floats: Callable[[int, int, bool], bool] = lambda n, k, native: False
+    in_floats: InFloats = lambda n, k, native: False
     file: str = ""  # whose tensors these are; empty for those of another MODEL
     unexplained: Mapping[str, torch.dtype] = field(default_factory=dict)  # of its tensors that no weight has
     # Returns when all that was made is there; raises what went wrong.
@@ -65,35 +65,41 @@ class LoadPlan:
             self.progress.finish()
 
 
+def floats_where_faster(kernel: str, devices: Sequence[torch.device], fits: bool) -> InFloats:
+    """Return which linears are held in floats: where the whole model `fits` in them, those that all devices on which it
+    may run would compute in floats."""
+
+    def in_floats(n: int, k: int, native: bool) -> bool:
+        ways = WAYS if native else (FUSED, BF16)
+        return fits and all(choose_path(at, kernel, (n, k), ways).kind == BF16 for at in devices)
+
+    return in_floats
+
+
 def checkpoint_plan(
     checkpoint: Checkpoint,
     kernel: str,
     compute_dtype: torch.dtype,
-    devices: Sequence[torch.device],
-    fits: bool,
+    device: torch.device,
+    in_floats: InFloats,
     as_stored: bool,
     lazy: bool,
 ) -> LoadPlan:
     """Return the plan for a checkpoint, whose layers that become INT8 are quantized per channel.
 
-    Weights are computed on the first device, and kept in host memory. Those that stay as they are stored are read only
+    Weights are computed on `device`, and kept in host memory. Those that stay as they are stored are read only
     where no product would check them. Other GGUF weights become floats, here where no linear holds them, and other
     codes of 4 or 6 bits the INT8 weight that they stand for. Raises ValueError naming a weight that holds what none
     has.
 
     Args:
-        devices: where the MODEL may run.
-        fits: whether it fits them in floats: linears that would compute in floats on all are held in them.
+        in_floats: which linears are held in floats, such as those of `floats_where_faster`.
         as_stored: whether weights in fewer bits that a kernel reads stay what they are.
         lazy: whether what such weights become is computed where ComfyUI copies it, and not kept in host memory.
     """
-    tensors, device, to_host = checkpoint.tensors, devices[0], HostCopies()
+    tensors, to_host = checkpoint.tensors, HostCopies()
     configs = quant_config.configs_in(tensors)
     whole = keeps_floats(tensors, configs)
-
-    def in_floats(n: int, k: int, native: bool = True) -> bool:
-        ways = WAYS if native else (FUSED, BF16)
-        return fits and all(choose_path(at, kernel, (n, k), ways).kind == BF16 for at in devices)
 
     def planned(name: str, weight: Any) -> tuple[str | None, Make, bool] | None:
         """Return what is done to a weight, in the file or as ComfyUI read it, what does it, and whether products are
@@ -101,7 +107,7 @@ def checkpoint_plan(
         kind = stored_kind(weight)
         stays = as_stored and can_be_stored(weight)
         linear = is_quantizable(name, tuple(weight.shape))
-        int8 = linear and not (whole and not is_gguf(weight)) and not in_floats(*weight.shape, native=not stays)
+        int8 = linear and not (whole and not is_gguf(weight)) and not in_floats(*weight.shape, not stays)
         if stays and kind is not None and kind.held is not None:
             hold, is_int8 = kind.held, int8 or is_grouped(weight)
             checked = is_int8 and runs_fused(device, kernel, weight.shape[0], weight.shape[1], False)

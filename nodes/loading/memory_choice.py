@@ -6,7 +6,7 @@ would stream INT8 over the bus, the smaller of the two is held.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import comfy.model_management
@@ -25,6 +25,9 @@ AUTO, INT8, AS_STORED = "auto", "INT8", "as stored"
 MEMORY_CHOICES = (AUTO, INT8, AS_STORED)
 """What the widget `memory` says. Files without weights in fewer bits are loaded alike by all three."""
 
+InFloats = Callable[[int, int, bool], bool]
+"""Whether a linear of N outputs and K channels is held in floats; the third says whether ComfyUI's INT8 may run it."""
+
 CHOICE_KEY = "int8_dit_memory_choice"
 """The attachment of a MODEL that is its MemoryChoice."""
 _MODELS_OF_A_STEP = {"Ideogram4": 2}  # where it is not one
@@ -41,16 +44,16 @@ class MemoryChoice(NamedTuple):
 
 
 def choose_memory(
-    memory: str, checkpoint: Checkpoint, compute_dtype: torch.dtype, device: torch.device
+    memory: str, checkpoint: Checkpoint, compute_dtype: torch.dtype, device: torch.device, in_floats: InFloats
 ) -> MemoryChoice:
     """Return how the weights of a checkpoint are held on `device`.
 
-    `memory` is one of MEMORY_CHOICES. AUTO compares bytes and never times anything: what the MODEL takes in either
+    `memory` is one of MEMORY_CHOICES; of linears `in_floats` none is held in INT8. AUTO compares bytes and never times anything: what the MODEL takes in either
     form, what the card and the host have free, and what ComfyUI sets aside for a step.
     """
     if memory != AUTO:
         return MemoryChoice(memory == AS_STORED)
-    int8, stored = held_bytes(checkpoint, compute_dtype)
+    int8, stored = held_bytes(checkpoint, compute_dtype, in_floats)
     if stored >= int8:
         return MemoryChoice(False)
     models = models_of_a_step(checkpoint.architecture)
@@ -68,8 +71,9 @@ def choose_memory(
     return MemoryChoice(False, f"{weights} as INT8 in {as_int8} (as stored {as_stored})")
 
 
-def held_bytes(checkpoint: Checkpoint, compute_dtype: torch.dtype) -> tuple[int, int]:
-    """Return how many bytes a checkpoint's tensors take with weights in fewer bits as INT8, and as they are stored.
+def held_bytes(checkpoint: Checkpoint, compute_dtype: torch.dtype, in_floats: InFloats) -> tuple[int, int]:
+    """Return how many bytes a checkpoint's tensors take with weights in fewer bits as INT8, or those of linears
+    `in_floats` as floats, and as they are stored.
 
     Both are equal where the file has no such weights.
     """
@@ -78,9 +82,10 @@ def held_bytes(checkpoint: Checkpoint, compute_dtype: torch.dtype) -> tuple[int,
     for key, tensor in checkpoint.tensors.items():
         linear = is_quantizable(key.removesuffix(".weight"), tuple(tensor.shape))
         as_int8 = tensor.nbytes
-        if is_grouped(tensor) or (linear and (is_gguf(tensor) or not whole)):
+        int8_there = is_grouped(tensor) or (linear and (is_gguf(tensor) or not whole))
+        if int8_there and not (tensor.ndim == 2 and in_floats(*tensor.shape, True)):
             as_int8 = tensor.shape.numel()
-        elif is_gguf(tensor) or tensor.is_floating_point():
+        elif int8_there or is_gguf(tensor) or tensor.is_floating_point():
             as_int8 = tensor.shape.numel() * compute_dtype.itemsize
         int8 += as_int8
         stored += tensor.nbytes if can_be_stored(tensor) else as_int8

@@ -90,6 +90,11 @@ def save_int8_model(
             "this MODEL holds no INT8 weights. Connect Quantize to INT8, or Load INT8 DiT with kernel set to "
             "'fused int8' (where bf16 is used instead, the weights are loaded as bf16)"
         )
+    if floats := [name for name, layer in linears(model).items() if getattr(layer, "dequantized", False)]:
+        raise ValueError(
+            f"this MODEL holds {len(floats)} layers of its INT8 file, such as {floats[0]}, in floats, which are faster "
+            "here. Set kernel on Load INT8 DiT to 'fused int8' to save all as INT8"
+        )
     check_runs_as_stored(model)
     check_known(model.model)
     tensors = patched_state_dict(model)

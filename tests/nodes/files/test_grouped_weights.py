@@ -114,9 +114,9 @@ def test_as_int8_it_is_exactly_native_convrot(dit, quantized, load, bits):
 
 
 def test_codes_that_stay_do_not_go_to_the_card_to_be_loaded(dit, write, monkeypatch):
-    def elsewhere(checkpoint, kernel, dtype, devices, *others):
+    def elsewhere(checkpoint, kernel, dtype, device, *others):
         """A plan whose device loses what is moved there."""
-        return checkpoint_plan(checkpoint, kernel, dtype, [torch.device("meta")], *others)
+        return checkpoint_plan(checkpoint, kernel, dtype, torch.device("meta"), *others)
 
     path = write(4)
     expected = {name: stored(weight) for name, weight in dit.coded(dit.load(path, memory="as stored")).items()}

@@ -1,10 +1,12 @@
 """MODELs whose linears run what a card's benchmark found to be the fastest."""
 
 import pytest
+import torch
 
 from int8_dit import kernels
 from int8_dit.kernels.card.device import ComputePath
-from int8_dit.nodes.loading import load, load_plan, summary
+from int8_dit.nodes.files.reading.checkpoint import read_checkpoint
+from int8_dit.nodes.loading import load, load_plan, memory_choice, summary
 from support.tensors import relative_error
 
 SHAPES = {(576, 192): "bf16", (192, 192): "native int8"}  # qkv and proj; the MLP's stay fused
@@ -46,6 +48,26 @@ def test_each_linear_runs_its_fastest_way(dit, measured, tmp_path, source):
     line = str(summary)
     assert "10 of" in line and "ComfyUI's INT8 (measured to be the fastest)" in line
     assert summary.int8 == 10 and summary.native > 0 and summary.int8 + summary.native < len(dit.LINEARS)
+
+
+def test_what_the_file_has_in_int8_is_not_saved_in_floats(dit, measured, tmp_path):
+    path = dit.write(tmp_path / "native.safetensors", dit.native_int8(rotation_group=64))
+    with pytest.raises(
+        ValueError, match=r"holds 6 layers.*joint_blocks.0.context_block.attn.qkv, in floats.*fused int8"
+    ):
+        dit.save(dit.load(path, kernel="auto"), tmp_path / "saved.safetensors")
+    assert not (tmp_path / "saved.safetensors").exists()
+
+
+def test_auto_counts_layers_that_stay_floats(dit, measured, tmp_path, monkeypatch):
+    path = dit.write_as(tmp_path, "Q4_0")
+    in_floats = load_plan.floats_where_faster("auto", [torch.device("cpu")], True)
+    needed, _ = memory_choice.held_bytes(read_checkpoint(str(path)), torch.float32, in_floats)
+    for card in (needed - 1, needed):
+        monkeypatch.setattr(memory_choice, "free_for_weights", lambda *_, card=card: card)
+        model = dit.load(path, kernel="auto", memory="auto")
+        assert memory_choice.memory_choice(model).as_stored == (card < needed)
+    assert model.model_size() == pytest.approx(needed, rel=0.01)
 
 
 def test_comfyui_s_own_int8_is_what_the_stock_loader_computes(dit, tmp_path, monkeypatch):
