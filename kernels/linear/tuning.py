@@ -1,6 +1,5 @@
 """Which tile configuration the fused GEMM runs with: a rule's, until another was faster on calls made anyway."""
 
-import contextlib
 import functools
 import logging
 import os
@@ -210,12 +209,12 @@ class Tuner:
         config = self._settled.get(key)
         if torch.cuda.is_current_stream_capturing():
             self._run_captured(key, candidates(), launch)
-        elif config is not None:
-            launch(config)
-        else:
+        elif config is None:
             with unplanned_memory():  # another one of the next calls may ask for other memory
                 while not self._ran(key, m, candidates, launch, is_ready):
                     pass
+        elif not _runs(config, launch) and not any(_runs(c, launch) for c in candidates() if c != config):
+            raise _none_runs(key)
 
     def _run_captured(self, key: TuningKey, candidates: list[GemmConfig], launch: Launch) -> None:
         """Run what is known to be exact for such operands: within a capture a card cannot be asked."""
@@ -227,10 +226,10 @@ class Tuner:
                 first = known.fastest()
         if first is None:
             first = next((config for config in candidates if config.pipeline != "ring"), candidates[0])
-        for config in (first, *(other for other in candidates if other != first)):
-            with contextlib.suppress(WrongResult):
-                return launch(config)
-        raise RuntimeError("no INT8 GEMM is known to be exact here: run the model once before the graph is captured")
+        if not any(_runs(config, launch) for config in (first, *(other for other in candidates if other != first))):
+            raise RuntimeError(
+                "no INT8 GEMM is known to be exact here: run the model once before the graph is captured"
+            )
 
     def _ran(self, key: TuningKey, m: int, candidates: Candidates, launch: Launch, is_ready: IsReady) -> bool:
         """Return whether a candidate ran. One that cannot is dropped."""
@@ -253,8 +252,7 @@ class Tuner:
                     trial.drop(config)
                 if not trial.candidates:
                     self._trials.pop(key, None)
-                    said = f"no INT8 GEMM configuration runs on {key.device} for N = {key.n}, K = {key.k}"
-                    raise RuntimeError(said) from error
+                    raise _none_runs(key) from error
             return False
         with self._lock:
             if timed:
@@ -319,6 +317,21 @@ class Tuner:
 
     def _cache(self, card: str) -> TuningCache:
         return self._caches.setdefault(card, TuningCache(card))
+
+
+def _runs(config: GemmConfig, launch: Launch) -> bool:
+    """Launch, and return whether the card can."""
+    try:
+        launch(config)
+    except Exception as error:
+        if isinstance(error, WrongResult) or is_unfit(error):
+            return False
+        raise
+    return True
+
+
+def _none_runs(key: TuningKey) -> RuntimeError:
+    return RuntimeError(f"no INT8 GEMM configuration runs on {key.device} for N = {key.n}, K = {key.k}")
 
 
 def _are_near(key: TuningKey, other: TuningKey) -> bool:

@@ -288,6 +288,18 @@ def test_a_ring_that_stays_is_not_taken_unseen_while_a_graph_is_captured(card, m
         card.call(tuner)
 
 
+@pytest.mark.parametrize("error", (UNFIT, WrongResult()))
+def test_where_what_stays_cannot_run_another_one_does(card, error):
+    """Of other operands of the same sizes, such as without a bias, or with too little memory to ask the card."""
+    tuner = card.tuner()
+    stays = card.choose(tuner=tuner)
+    card.times[stays] = error
+    assert card.call(tuner) == CONFIGS[0] and tuner.settled(KEY) == stays
+    card.times = {stays: error}
+    with pytest.raises(RuntimeError, match="no INT8 GEMM configuration runs on NVIDIA GeForce RTX 3090 for N = 4608"):
+        card.call(tuner)
+
+
 def test_what_stays_is_launched_directly_once_it_ran(card, monkeypatch):
     """In a capture another one may have run in its place."""
     operands = SimpleNamespace(q=type("OnAGPU", (), {"is_cuda": True, "__len__": lambda self: 8})())
