@@ -39,6 +39,7 @@ from ..linears.patched_weights import patched_weight, possibly_patched
 from ..linears.stored_weights import fits_codes
 from ..loading.load import build_like, check_known, rebuild_int8_model
 from ..loading.load_plan import LoadPlan
+from ..loading.memory_choice import CHOICE_KEY
 from .calibration import Calibration
 from .recorder import CalibrationRun, disarmed
 from .report import ACT16, BF16, CODES, INT8, LayerReport, QuantizationReport
@@ -256,6 +257,7 @@ def _with_quantized_layers(
 
     built = build_like(model.model, tensors, LoadPlan(kernel, compute_dtype, make))
     clone = clone_around(model, built)
+    clone.remove_attachments(CHOICE_KEY)  # of the weights before
     defer(clone)
     clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel))
     return copy_to_other_gpus(clone)

@@ -17,6 +17,7 @@ from comfy_extras.nodes_model_advanced import ModelSamplingSD3
 
 from glyphs.outliers import plant
 from int8_dit.kernels import Protection
+from int8_dit.nodes.loading.memory_choice import memory_choice
 from int8_dit.nodes.quantization.calibration import Calibration
 from int8_dit.nodes.quantization.quantize import QuantizationSettings
 from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant, _protection
@@ -287,6 +288,12 @@ def test_an_int8_model_is_quantized_again(dit, tmp_path):
             assert ((new[layer].dequantize() - old[layer].dequantize()).abs() <= step / 2 * (1 + 1e-4)).all()
         else:
             assert torch.equal(dit.module(again, layer).weight, old[layer].dequantize())
+
+
+def test_what_a_load_decided_of_memory_is_not_said_of_other_weights(dit, tmp_path):
+    model = dit.load(dit.write_as(tmp_path, "Q4_0"), memory="auto")
+    assert memory_choice(model).why
+    assert not memory_choice(dit.quantize(model)).why
 
 
 def test_auto_without_gpu_keeps_int8_weights_and_computes_in_bf16(dit, model, caplog, logged, tmp_path):
