@@ -16,6 +16,7 @@ fused ops and the GEMM's M are.
 """
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -177,12 +178,12 @@ class Layout:
     grid: Grid
     numbers: tuple[float, ...]
     tensors: InitVar[Tensors]  # like those of all launches, None for a missing one
-    as_read: InitVar[Callable[[Tensors], Tensors]]  # tensors -> the kernel's arguments, such as contiguous copies
+    as_read: Callable[[Tensors], Tensors]  # tensors -> the kernel's arguments, such as contiguous copies
 
-    def __post_init__(self, tensors: Tensors, as_read: Callable[[Tensors], Tensors]) -> None:
-        read = as_read(tensors)
-        same = len(read) == len(tensors) and all(one is other for one, other in zip(read, tensors, strict=True))
-        self._as_read = None if same else as_read
+    def __post_init__(self, tensors: Tensors) -> None:
+        read = self.as_read(tensors)
+        # Then all such tensors are read as they are, if they begin on 16 bytes.
+        self._as_they_are = len(read) == len(tensors) and all(map(operator.is_, read, tensors))
         self._aligned: Launch | None = None  # that of tensors which all begin on 16 bytes
 
     @property
@@ -192,14 +193,14 @@ class Layout:
 
     def operands(self, tensors: Tensors, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the kernel's arguments, the first tensor in place of a missing one."""
-        read = tensors if self._as_read is None else self._as_read(tensors)
+        read = self.as_read(tensors)
         first: Any = read[0]
         return [*[first if tensor is None else tensor for tensor in read], *results]
 
     def __call__(self, tensors: Tensors, results: Sequence[torch.Tensor]) -> None:
         """Launch on the tensors to fill the results behind them."""
         launch = self._aligned
-        if launch is not None and launch.direct is not None and self._as_read is None:
+        if launch is not None and launch.direct is not None and self._as_they_are:
             first = tensors[0].data_ptr()
             pointers = [first if tensor is None else tensor.data_ptr() for tensor in (*tensors, *results)]
             if begin_on_16(pointers) is None:

@@ -15,6 +15,7 @@ from kernels import (
     quantize_gguf,
     quantize_weight,
 )
+from kernels.launching.launching import Layout
 from kernels.linear.linear_reference import SMALLEST_SCALE
 from support.tensors import DEVICE, low_rank_of_integers, random_float
 
@@ -176,6 +177,22 @@ def test_rows_that_begin_anywhere(path):
         q = expand_gguf(view, "Q4_K", scale)
         assert torch.equal(q, quantize_weight(dequantize_gguf(view, "Q4_K", torch.float32))[0])
         assert torch.equal(q, gguf_to_int8(view, "Q4_K")[0])
+
+
+def test_blocks_that_begin_elsewhere_are_copied_after_others_that_were_not(nothing_kept, monkeypatch):
+    operands, begins = Layout.operands, []
+
+    def seen(layout, tensors, results):
+        read = operands(layout, tensors, results)
+        begins.append(read[0].data_ptr() % 16)
+        return read
+
+    monkeypatch.setattr(Layout, "operands", seen)
+    blocks = random_blocks("Q4_K", 6, 2)
+    shifted = torch.zeros(blocks.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view_as(blocks).copy_(blocks)
+    for view in (blocks, shifted):
+        gguf_channel_scales(view, "Q4_K")
+    assert begins == [0, 0]
 
 
 def test_nothing_makes_nothing(path):
