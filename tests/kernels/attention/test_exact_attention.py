@@ -1,5 +1,6 @@
 """Exact attention: what is computed, by which way, and what becomes of a way that fails."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -242,6 +243,28 @@ def test_the_order_holds_for_the_call_only():
     assert inside[0] == inside[1] and inside[0][:2] == [int(backend) for backend in order]
     assert sorted(inside[0]) == sorted(before)
     assert torch._C._get_sdp_priority_order() == before
+
+
+def test_the_order_of_a_call_outlives_that_of_one_within():
+    in_order, get = torch_functions.with_backend_order, torch._C._get_sdp_priority_order
+    seen = in_order([SDPBackend.MATH], lambda: (in_order([SDPBackend.CUDNN_ATTENTION], get), get()))
+    assert [order[0] for order in seen] == [int(SDPBackend.CUDNN_ATTENTION), int(SDPBackend.MATH)]
+
+
+def test_threads_that_attend_at_once_leave_the_order_that_was_there():
+    in_order, get = torch_functions.with_backend_order, torch._C._get_sdp_priority_order
+    before, began, other_left, seen = get(), threading.Event(), threading.Event(), []
+
+    def attend():
+        began.set()
+        other_left.wait(60)
+        seen.append(get()[0])
+
+    thread = threading.Thread(target=in_order, args=([SDPBackend.MATH], attend))
+    in_order([SDPBackend.CUDNN_ATTENTION], lambda: (thread.start(), began.wait(60)))
+    other_left.set()
+    thread.join()
+    assert seen == [int(SDPBackend.MATH)] and get() == before
 
 
 def test_without_pytorch_s_private_functions_the_order_is_its_context_manager_s(monkeypatch):
