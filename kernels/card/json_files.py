@@ -59,13 +59,18 @@ def _content(path: Path) -> bytes | None:
         return file.read() if stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES else None
 
 
+def is_readable(content: dict[str, Any]) -> bool:
+    """Whether `read_object` will read an object, once it is written: whether it is small enough."""
+    return len(json.dumps(content)) <= _MOST_BYTES
+
+
 def write_object(path: Path, content: dict[str, Any]) -> None:
     """Replace a file, so that a reader in any process sees the old one or the new one. Raises OSError."""
     # A name that nobody can guess, and only if it is new: a link put there would lead to another file.
     temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "x", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
+            file.write(json.dumps(content))
         _retried(lambda: os.replace(temporary, path))
     except OSError:
         with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 from filelock import FileLock
 
-from ..card.json_files import is_milliseconds, is_size, path_for, read_object, write_object
+from ..card.json_files import is_milliseconds, is_readable, is_size, path_for, read_object, write_object
 from ..card.machine import kernel_source_hash
 from .tiles import GemmConfig, is_offered
 
@@ -100,7 +100,10 @@ class TuningCache:
                     times = [{**vars(config), "time": round(time, 4)} for config, time in tried.times.items()]
                     sizes = {name: getattr(key, name) for name in _SIZES}
                     entries.append({**sizes, "settled": tried.settled, "tried": times})
-                write_object(self.path, {**self._header, "entries": entries})
+                content = {**self._header, "entries": entries}
+                while not is_readable(content):
+                    del entries[: 1 + len(entries) // 8]  # the oldest
+                write_object(self.path, content)
         except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
             self._say_unavailable(error)
 

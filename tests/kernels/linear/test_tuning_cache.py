@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_written_gives_one_warning(card, tmp_path, caplo
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("INT8_DIT_TUNING_CACHE", str(tmp_path / "file" / "cache"))
     elif failing == "full disk":
-        monkeypatch.setattr(json, "dump", refuse(OSError(28, "No space left on device")))
+        monkeypatch.setattr(json, "dumps", refuse(OSError(28, "No space left on device")))
     else:
         monkeypatch.setattr(os, "replace", refuse(PermissionError(13, "used by another process")))
         monkeypatch.setattr(json_files, "_PAUSE_SECONDS", 0.0)
@@ -267,6 +267,18 @@ def test_processes_that_write_at_once_lose_nothing(card, tmp_path):
     TuningCache(CARD).add({replace(KEY, n=1): Tried(taking(1.0))})
     assert all(tried.settled for tried in TuningCache(CARD).read().values())  # by whomever
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_what_was_written_is_read_whatever_was_found(card, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(json_files, "_MOST_BYTES", 4000)
+    for n in range(1, 61):
+        TuningCache(CARD).add({replace(KEY, n=n): Tried(taking(1.0, 2.0))})
+        known = [key.n for key in TuningCache(CARD).read()]
+        assert known == list(range(n + 1 - len(known), n + 1)) and known
+    assert 5 < len(known) < 60 and cache_file(tmp_path).stat().st_size <= 4000
+    TuningCache(CARD).add({replace(KEY, n=n): Tried(taking(1.0, 2.0)) for n in range(61, 200)})
+    assert [key.n for key in TuningCache(CARD).read()][-1] == 199
+    assert not warnings_of(caplog)
 
 
 def test_a_file_is_read_once_until_it_is_another(card, monkeypatch):
