@@ -8,7 +8,7 @@ from comfy_execution.graph_utils import is_link
 from .host.output_files import output_paths, saved_file, workflow_metadata
 from .quantization.calibration import Calibration, load_calibration, merge_calibrations, save_calibration
 from .quantization.recorder import Recording, armed
-from .sockets import CalibrationType, RecordingType, RunsAlways, filename_prefix_input
+from .sockets import CalibrationType, RecordingType, RunsAlways, file_stamp, filename_prefix_input
 
 FOLDER = "int8_calibrations"
 
@@ -138,8 +138,17 @@ class LoadINT8Calibration(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, calibration_name: str | None) -> str:
+        """Return what tells the file from another of its name; nothing where a node that runs first gives the name."""
+        return "" if calibration_name is None else file_stamp(_path(calibration_name))
+
+    @classmethod
     def execute(cls, calibration_name: str) -> io.NodeOutput:
-        return io.NodeOutput(load_calibration(folder_paths.get_full_path_or_raise(FOLDER, calibration_name)))
+        return io.NodeOutput(load_calibration(_path(calibration_name)))
+
+
+def _path(calibration_name: str) -> str:
+    return folder_paths.get_full_path_or_raise(FOLDER, calibration_name)
 
 
 class MergeINT8Calibrations(io.ComfyNode):

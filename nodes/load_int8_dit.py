@@ -9,7 +9,7 @@ from .files.reading.importers import BRANCHES
 from .host.model_files import model_files, model_path
 from .loading.load import load_int8_model
 from .loading.memory_choice import INT8, MEMORY_CHOICES
-from .sockets import DecidedNode, attention_input, choice, kernel_input, model_outputs, shown
+from .sockets import DecidedNode, attention_input, choice, file_stamp, kernel_input, model_outputs, shown
 
 NO_BASE = "none"
 
@@ -81,6 +81,15 @@ class LoadINT8DiT(DecidedNode):
             outputs=model_outputs(),
             has_intermediate_output=True,  # the line on the node comes back where the MODEL comes out of the cache
         )
+
+    @classmethod
+    def fingerprint_inputs(
+        cls, kernel: str = "auto", model_name: str | None = None, base_checkpoint: str | None = NO_BASE, **_inputs
+    ) -> str:
+        """Return what decides, and what tells the files from others of their names; nothing of a name that a node gives
+        which runs first."""
+        stamps = [file_stamp(model_path(name)) for name in (model_name, base_checkpoint) if name and name != NO_BASE]
+        return " ".join(filter(None, [super().fingerprint_inputs(kernel), *stamps]))
 
     @classmethod
     def execute(

@@ -12,6 +12,7 @@ import torch
 from comfy_execution.utils import CurrentNodeContext
 
 from int8_dit.kernels import ChannelTransform, quantize_weight
+from int8_dit.nodes import load_int8_dit
 from int8_dit.nodes.comfyui import quantized
 from int8_dit.nodes.comfyui.quantized import HostCopies, copy_through, new_in_host, stored, to_device
 from int8_dit.nodes.linears.int8_weight import int8_weight
@@ -22,6 +23,24 @@ from support.tensors import DEVICE
 @pytest.fixture
 def native(dit):
     return dit.native_int8()
+
+
+def test_another_file_of_that_name_is_loaded_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(load_int8_dit, "model_path", tmp_path.joinpath)
+    for name in ("a.safetensors", "base.safetensors"):
+        (tmp_path / name).touch()
+
+    def fingerprint(*names):
+        return load_int8_dit.LoadINT8DiT.fingerprint_inputs("bf16", *names)
+
+    alone, with_base = ("a.safetensors",), ("a.safetensors", "base.safetensors")
+    before = fingerprint(*alone), fingerprint(*with_base)
+    assert before == (fingerprint(*alone), fingerprint(*with_base))
+    (tmp_path / "base.safetensors").write_text("another")
+    assert fingerprint(*alone) == before[0] and fingerprint(*with_base) != before[1]
+    (tmp_path / "a.safetensors").write_text("another")
+    assert fingerprint(*alone) != before[0]
+    assert fingerprint(None) == ""  # as ComfyUI asks where another node gives the name
 
 
 @pytest.mark.parametrize("named_with", ("", "model.diffusion_model.", "diffusion_model.", "model."))

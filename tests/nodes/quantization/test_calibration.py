@@ -303,6 +303,17 @@ def test_the_nodes_save_load_and_find_calibrations(dit, calibration, tmp_path, m
         assert error.error == pytest.approx(loaded.attention[block].error)
 
 
+def test_another_calibration_of_that_name_is_loaded_anew(tmp_path, monkeypatch):
+    monkeypatch.setitem(folder_paths.folder_names_and_paths, FOLDER, ([str(tmp_path)], {".safetensors"}))
+    said = set()
+    for content, changed in (("one", 1), ("others", 1), ("others", 2), ("others", 2)):
+        (tmp_path / "mine.safetensors").write_text(content)
+        os.utime(tmp_path / "mine.safetensors", (changed, changed))
+        said.add(LoadINT8Calibration.fingerprint_inputs("mine.safetensors"))
+    assert len(said) == 3
+    assert LoadINT8Calibration.fingerprint_inputs(None) == ""  # as ComfyUI asks where another node gives the name
+
+
 def test_a_quantization_without_calibration_has_none_to_keep(dit, model):
     nothing = dit.run_node(model)[3]
     with pytest.raises(ValueError, match="there is no calibration: Quantize to INT8 had no calibration inputs"):
