@@ -28,7 +28,7 @@ from ...kernels.benchmark import (
 )
 from ..attention.attention_kinds import read_call
 from ..comfyui.attention import OVERRIDE, comfyuis_attention
-from ..comfyui.quantized import NATIVE_LAYOUT
+from ..comfyui.quantized import NATIVE_LAYOUT, forwarded
 from ..deferred.install import deferred_call
 from ..host.sampling import empty_latent, sample_euler
 from ..host.work import make_room
@@ -106,6 +106,8 @@ class _Clock:
     def call(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         self._watches = len(self._whole) == _STEPS - 1
         with ExitStack() as undo:
+            for linear in self._linears.values() if self._watches else ():
+                undo.enter_context(forwarded(linear))
             for module, note in self._notes if self._watches else ():
                 self._time(module, undo, note)
             if on_gpu := self._device.type == "cuda":

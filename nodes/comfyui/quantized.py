@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from typing import Any, TypeGuard
 
@@ -67,6 +67,26 @@ def native_int8_as(layout: str, linear: Any) -> Iterator[None]:
     finally:
         if before != layout and is_native_int8(linear.weight):  # it may be another one now
             linear.weight._layout_cls = before
+
+
+@contextmanager
+def forwarded(linear: Any) -> Iterator[None]:
+    """Let ComfyUI call the forward of a linear inside the context, past which `linear_input_act` would multiply by
+    weights in INT8 or fp16. In the forward the weight has its own layout, by which ComfyUI's product knows INT8."""
+    with ExitStack() as undo:
+        if not getattr(linear, "comfy_force_forward", False):  # else Apply, ComfyUI or another observer does it
+            linear.comfy_force_forward = True
+            undo.callback(delattr, linear, "comfy_force_forward")
+        if has_layout(linear.weight, NATIVE_LAYOUT):
+            undo.enter_context(native_int8_as(FORWARDED_LAYOUT, linear))
+            calls = ExitStack()
+            begin = linear.register_forward_pre_hook(
+                lambda *_: calls.enter_context(native_int8_as(NATIVE_LAYOUT, linear))
+            )
+            end = linear.register_forward_hook(lambda *_: calls.close(), always_call=True)
+            undo.callback(begin.remove)
+            undo.callback(end.remove)
+        yield
 
 
 def is_plain_grouped(weight: QuantizedTensor) -> bool:

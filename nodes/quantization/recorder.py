@@ -19,7 +19,7 @@ from ..attention.attention_override import AttentionOverride
 from ..comfyui.attention import OVERRIDE, Attention, comfyuis_attention
 from ..comfyui.compiling import is_compiled
 from ..comfyui.layer_choices import attention_choices, call_beside_choices
-from ..comfyui.quantized import FORWARDED_LAYOUT, native_int8_as
+from ..comfyui.quantized import forwarded
 from ..files.block_lists import block_of
 from ..host.sampling import previewer, sample
 from ..host.work import Progress
@@ -118,24 +118,15 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
 
 @contextmanager
 def observed_linear(module: CastWeightBiasOp, seen: ActivationStatistics) -> Iterator[None]:
-    """Fill the statistics of a linear inside the context. ComfyUI calls its forward there, past which
-    `linear_input_act` would multiply by weights in INT8 or fp16."""
+    """Fill the statistics of a linear inside the context."""
 
     def update(linear: object, args: tuple, kwargs: dict) -> None:
         with unplanned_memory():
             seen.update(multiplied(linear, args, kwargs))
 
-    asks = not getattr(module, "comfy_force_forward", False)  # else Apply, ComfyUI or another recording does
-    if asks:
-        module.comfy_force_forward = True
-    handle = module.register_forward_pre_hook(update, with_kwargs=True)
-    try:
-        with native_int8_as(FORWARDED_LAYOUT, module):
-            yield
-    finally:
-        handle.remove()
-        if asks:
-            del module.comfy_force_forward
+    with forwarded(module), ExitStack() as undo:
+        undo.callback(module.register_forward_pre_hook(update, with_kwargs=True).remove)
+        yield
 
 
 class AttentionObserver:

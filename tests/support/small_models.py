@@ -34,10 +34,12 @@ from comfy.quant_ops import QuantizedTensor
 
 from int8_dit.kernels import ChannelTransform, Protection, quantize_weight
 from int8_dit.nodes.linears.int8_weight import LAYOUT, format_of_weight, int8_weight, is_int8
+from int8_dit.nodes.linears.layer_selection import quantizable_linears
 from int8_dit.nodes.quantization.calibration import Calibration
 from int8_dit.nodes.quantization.quantize import QuantizationSettings, quantize_model
 from int8_dit.nodes.quantization.recorder import CalibrationRun
 from support.architectures import ARCHITECTURES, Architecture
+from support.file_formats import int8
 
 TEXT = 4096  # ComfyUI takes no other width for Wan
 IDEOGRAM_SIZES = {
@@ -61,6 +63,12 @@ def ideogram4_again(model: ModelPatcher) -> ModelPatcher:
 def wan() -> ModelPatcher:
     """Two blocks with separate q, k and v: of one tensor in self_attn, of two in cross_attn."""
     return _load(comfy.ldm.wan.model.WanModel, **WAN_SIZES)
+
+
+def in_comfyuis_int8(model: ModelPatcher) -> ModelPatcher:
+    """A MODEL of ComfyUI's own loader with the same weights in native INT8."""
+    tensors = model.model.diffusion_model.state_dict()
+    return comfy.sd.load_diffusion_model_state_dict(dict(int8(tensors, quantizable_linears(model)).tensors))
 
 
 def ltx_video(**config: object) -> ModelPatcher:

@@ -1,8 +1,10 @@
 """The node "Kernel Benchmark" in this process, on a CPU and on made-up cards."""
 
 import json
+from collections import Counter
 
 import comfy.model_management
+import comfy.ops
 import folder_paths
 import pytest
 import torch
@@ -15,12 +17,13 @@ from int8_dit.kernels.benchmark.methods import TICKS
 from int8_dit.nodes import kernel_benchmark, sockets
 from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
 from int8_dit.nodes.benchmark import run
-from int8_dit.nodes.benchmark.forward import AttentionSizes, attention_call
+from int8_dit.nodes.benchmark.forward import AttentionSizes, attention_call, measure_forward
 from int8_dit.nodes.kernel_benchmark import INT8KernelBenchmark
 from int8_dit.nodes.linears.layer_selection import quantizable_linears
 from int8_dit.nodes.load_int8_dit import LoadINT8DiT
 from int8_dit.nodes.pictures import plot
 from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
+from support.comfyui_today import today
 
 CARD = torch.device("cuda", 0)
 
@@ -71,6 +74,22 @@ def test_a_forward_is_split_into_its_parts(dit, monkeypatch, tmp_path):
 
     assert model.model_options["transformer_options"] == before
     assert not any(module._forward_hooks for module in model.model.diffusion_model.modules())
+
+
+@pytest.mark.parametrize("holds", ("floats", "INT8"))
+def test_linears_that_comfyui_calls_past_their_forward_are_timed(small, monkeypatch, holds):
+    """And no forward but the watched one calls theirs."""
+    monkeypatch.setattr("int8_dit.nodes.benchmark.forward.fused_speedup", lambda *_: None)
+    with today("linear_input_act"), monkeypatch.context() as wanted:
+        wanted.setattr(comfy.ops, "_fp16_linear_wanted", lambda x: True, raising=False)
+        model = small.wan() if holds == "floats" else small.in_comfyuis_int8(small.wan())
+        linears, calls = quantizable_linears(model), Counter()
+        for name, linear in linears.items():
+            linear.register_forward_hook(lambda *_, name=name: calls.update([name]))
+        split = measure_forward(model, None, None)
+    assert sum(call.count for call in split.linears.values()) == len(linears)
+    assert {name for name, count in calls.items() if count == 1} == {"blocks.0.ffn.2", "blocks.1.ffn.2"}
+    assert not any("comfy_force_forward" in vars(linear) for linear in linears.values())
 
 
 def test_cancelling_stops_it(dit, interrupt_at):

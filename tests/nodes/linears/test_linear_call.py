@@ -9,7 +9,7 @@ import torch
 from comfy.weight_adapter.bypass import BypassForwardHook
 
 from int8_dit.kernels import ActivationStatistics
-from int8_dit.nodes.comfyui.quantized import FORWARDED_LAYOUT, has_layout
+from int8_dit.nodes.comfyui.quantized import FORWARDED_LAYOUT, NATIVE_LAYOUT, has_layout
 from int8_dit.nodes.deferred.install import deferred_call
 from int8_dit.nodes.deferred.notes import as_tracked
 from int8_dit.nodes.linears import linear_call
@@ -294,6 +294,15 @@ def test_under_its_other_name_comfyuis_own_product_is_the_same(make):
         own = linear(x)
         linear.weight._layout_cls = FORWARDED_LAYOUT
         assert torch.equal(linear(x), own) and has_layout(linear.weight, FORWARDED_LAYOUT)
+
+
+def test_comfyuis_int8_computes_the_same_while_it_is_observed():
+    linear, x = linears.from_file(linears.native_layer(linears.weight())), linears.ASKED["nothing"].input()
+    with torch.inference_mode():
+        own = linear(x)
+        with observed_linear(linear, ActivationStatistics()):
+            assert torch.equal(linear(x), own) and has_layout(linear.weight, FORWARDED_LAYOUT)
+    assert has_layout(linear.weight, NATIVE_LAYOUT) and not linear._forward_pre_hooks and not linear._forward_hooks
 
 
 @pytest.mark.parametrize("kind", ("fused", "applied"))

@@ -7,7 +7,6 @@ import os
 import re
 
 import comfy.ops
-import comfy.sd
 import folder_paths
 import pytest
 import torch
@@ -25,7 +24,6 @@ from int8_dit.nodes.quantization import calibration as files
 from int8_dit.nodes.quantization import recorder
 from int8_dit.nodes.quantization.calibration import Calibration, merge_calibrations
 from support.comfyui_today import today
-from support.file_formats import int8
 
 
 def prompts_of(inputs):
@@ -204,12 +202,6 @@ def test_an_error_while_recording_leaves_no_observer(dit, model):
         dit.sample(armed)
 
 
-def comfyuis_int8(model):
-    """A MODEL of ComfyUI's own loader with the same weights in native INT8."""
-    tensors = model.model.diffusion_model.state_dict()
-    return comfy.sd.load_diffusion_model_state_dict(dict(int8(tensors, quantizable_linears(model)).tensors))
-
-
 @pytest.mark.parametrize("holds", ("floats", "INT8"))
 def test_linears_that_comfyui_calls_past_their_forward_are_seen(dit, small, monkeypatch, holds):
     """It does so with those in ComfyUI's own INT8, and in fp16 with `--fast fp16_accumulation`."""
@@ -217,7 +209,7 @@ def test_linears_that_comfyui_calls_past_their_forward_are_seen(dit, small, monk
         monkeypatch.setattr(comfy.ops, "_fp16_linear_wanted", lambda x: True)
         model = small.wan()
         if holds == "INT8":
-            model = comfyuis_int8(model)
+            model = small.in_comfyuis_int8(model)
         seen = small.recorded(model).statistics
         modules = [module for module in model.model.modules() if hasattr(module, "in_features")]
         monkeypatch.undo()
