@@ -1,5 +1,6 @@
 """The fused kernel for a MODEL or CLIP that ComfyUI's own loaders have loaded as native INT8, W4A8 or W6A8."""
 
+import uuid
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -110,6 +111,8 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
         if fuses and is_native_int8(model.get_model_object(weight)):
             patched.add_object_patch(layout, FORWARDED_LAYOUT)
     if names:
+        # By this ComfyUI knows whose weights are loaded: in the other layout they are not this clone's.
+        patched.patches_uuid = uuid.uuid5(model.patches_uuid, FORWARDED_LAYOUT if fuses else NATIVE_LAYOUT)
         let_patches_act(patched, show_whole)
         # Once their classes are in place.
         patched.add_callback_with_key(CallbacksMP.ON_LOAD, _CALLBACK_KEY, lambda m, *_: name_linears(root_of(m)[0]))

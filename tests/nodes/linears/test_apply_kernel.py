@@ -56,6 +56,25 @@ def test_a_model_of_this_pack_passes_through(dit, native):
     assert torch.equal(dit.output(dit.apply(model)), dit.output(model)) and not dit.apply(model).object_patches
 
 
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_bypassed_between_models_with_a_lora_it_leaves_nothing_behind(dit, native, lora, mode):
+    """ComfyUI keeps the weight below a LoRA while the kernel is applied, and puts it back later."""
+    with mode():
+        stock = dit.stock(native)
+        patched = dit.with_lora(stock, lora)
+        applied, behind = dit.apply(patched), dit.with_lora(dit.apply(stock), lora)
+        assert dit.apply(patched).patches_uuid == applied.patches_uuid  # one is not loaded again for the other
+        expected = dit.output(stock), dit.output(patched)
+        comfy.model_management.unload_all_models()
+        for models in ((applied, patched), (behind, patched), (dit.apply(applied), applied, patched, behind)):
+            outputs = [dit.output(model) for model in models]
+            comfy.model_management.unload_all_models()
+            assert torch.equal(dit.output(stock), expected[0])
+            assert torch.equal(dit.output(patched), expected[1])
+            assert all(torch.equal(dit.output(model), output) for model, output in zip(models, outputs, strict=True))
+            comfy.model_management.unload_all_models()
+
+
 def test_what_runs_where(dit, native):
     model = dit.stock(native)
     text = ApplyFusedINT8Kernel.execute(model, "fused int8").result[1]

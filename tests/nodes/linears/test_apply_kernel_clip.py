@@ -2,11 +2,14 @@
 
 import comfy.hooks
 import comfy.lora
+import comfy.model_management
 import comfy.sd
 import pytest
 import torch
+from comfy.quant_ops import QuantizedTensor
 
 from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8KernelCLIP
+from int8_dit.nodes.comfyui.quantized import layout_of
 from int8_dit.nodes.linears import linear_call
 from support import random_encoders
 from support.random_encoders import ENCODERS, RandomEncoder
@@ -103,6 +106,22 @@ def test_bypassed_it_leaves_nothing_behind(encoder, apply):
     assert torch.equal(conditioning(encoder, clip), before) and not torch.equal(changed, before)
     assert clip.patcher.object_patches == patches and not clip.patcher.get_all_callbacks("on_load_after")
     assert not any("Fused" in type(module).__name__ for module in clip.cond_stage_model.modules())
+
+
+def test_bypassed_before_a_clip_with_a_lora_it_leaves_nothing_behind(encoder, apply):
+    """ComfyUI keeps the weight below a LoRA while the kernel is applied, and puts it back later."""
+    clip = encoder.clip("native")
+
+    def held():
+        weights = (getattr(module, "weight", None) for module in clip.cond_stage_model.modules())
+        return [layout_of(weight) for weight in weights if isinstance(weight, QuantizedTensor)]
+
+    expected, layouts, patched = conditioning(encoder, clip), held(), with_lora(encoder, clip)
+    for model in (apply(patched), patched):
+        conditioning(encoder, model)
+    comfy.model_management.unload_all_models()
+    assert held() == layouts
+    assert torch.equal(conditioning(encoder, clip), expected)
 
 
 def test_a_clone_and_what_is_applied_twice_compute_the_same(encoder, apply):

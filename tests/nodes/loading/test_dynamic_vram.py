@@ -1,6 +1,7 @@
 """MODELs with ComfyUI's dynamic VRAM, whose card is in the host's memory here: they compute what others compute."""
 
 import gc
+from itertools import permutations
 from pathlib import Path
 
 import comfy.model_management
@@ -111,3 +112,22 @@ def test_comfyuis_own_model_is_quantized_as_without(dit, request, tmp_path, kind
     quantized = dit.quantize(model, 2, **dit.calibration(model, "A", 2))
     assert type(quantized) is ModelPatcherDynamic
     dit.assert_same_tensors(dit.snapshot(quantized), expected)
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_the_kernel_is_applied_where_it_is_asked_for(dit, tmp_path, request, lora, mode):
+    """ComfyUI takes what was copied for a clone of a MODEL for another one's."""
+    path = dit.write_as(tmp_path, "native")
+    with mode():
+        expected = dit.output(dit.stock(path)), dit.output(dit.apply(dit.stock(path)))
+        request.getfixturevalue("card")
+        stock = dit.stock(path)
+        assert type(stock) is ModelPatcherDynamic
+        applied = dit.apply(stock)
+        models = applied, stock, dit.apply(applied, "auto"), dit.with_lora(stock, lora), dit.with_lora(applied, lora)
+        outputs = [dit.output(model) for model in models]
+        assert torch.equal(outputs[1], expected[0]) and torch.equal(outputs[2], expected[0])
+        assert torch.equal(outputs[0], expected[1])
+        for first, second in permutations(zip(models, outputs, strict=True), 2):
+            for model, output in (first, second):
+                assert torch.equal(dit.output(model), output)
