@@ -61,12 +61,18 @@ def native_int8_as(layout: str, linear: Any) -> Iterator[None]:
     """Hold the weight of a linear in this of its two layouts inside the context, if it is native INT8."""
     before = linear.weight._layout_cls if is_native_int8(linear.weight) else layout
     if before != layout:
-        linear.weight._layout_cls = layout
+        _rename(linear, layout)
     try:
         yield
     finally:
-        if before != layout and is_native_int8(linear.weight):  # it may be another one now
-            linear.weight._layout_cls = before
+        if before != layout:
+            _rename(linear, before)  # it may hold another weight now
+
+
+def _rename(linear: Any, layout: str) -> None:
+    for weight in (linear.weight, getattr(linear, "_v_weight", None)):  # the copy that dynamic VRAM keeps on the card
+        if is_native_int8(weight):
+            weight._layout_cls = layout
 
 
 @contextmanager

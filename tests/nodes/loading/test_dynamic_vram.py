@@ -14,6 +14,7 @@ from int8_dit.nodes.comfyui.lazy_tensors import are_copied, lazy_pieces
 from int8_dit.nodes.files.holding import is_gguf
 from int8_dit.nodes.linears.fused_forward import INT8Linear
 from int8_dit.nodes.loading import memory_choice, operations
+from int8_dit.nodes.quantization.recorder import Recording, armed
 from support.dynamic_vram import CARD, imitate_dynamic_vram
 
 LAYERS = ("joint_blocks.0.x_block.mlp.fc1", "joint_blocks.1.x_block.adaLN_modulation.1", "t_embedder.mlp.0")
@@ -131,3 +132,12 @@ def test_the_kernel_is_applied_where_it_is_asked_for(dit, tmp_path, request, lor
         for first, second in permutations(zip(models, outputs, strict=True), 2):
             for model, output in (first, second):
                 assert torch.equal(dit.output(model), output)
+
+
+def test_a_recorded_model_computes_what_it_did(dit, tmp_path, request):
+    path = dit.write_as(tmp_path, "native")
+    request.getfixturevalue("card")
+    stock = dit.stock(path)
+    expected = dit.output(dit.stock(path))
+    dit.sample(armed(stock, Recording()))
+    assert torch.equal(dit.output(stock), expected)
