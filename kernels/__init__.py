@@ -3,7 +3,6 @@
 from .ahead.calls_ahead import compile_ahead, prepare_compiling
 from .attention.exact_attention import ATTENTION_CHOICES, exact_attention, fastest_way
 from .attention.int8_attention import int8_attention, int8_attention_obstacle
-from .card.choices import Choice
 from .card.device import (
     AUTO_CHOICES,
     BF16,

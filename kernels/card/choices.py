@@ -4,6 +4,7 @@ A choice counts only for the card, the driver and the versions that it was measu
 """
 
 import contextlib
+import datetime
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -28,15 +29,21 @@ class Choice(NamedTuple):
     date: str  # in ISO 8601
     milliseconds: Mapping[Shape, Mapping[str, float]]  # of each way that ran, for at least one shape
 
-    def fastest(self, shape: Shape, ways: Collection[str], usual: str) -> str | None:
+    def fastest(self, shape: Shape, ways: Collection[str], usual: str, within: float = math.inf) -> str | None:
         """Return the fastest of `ways` for a shape, `usual` where no other is clearly faster; None where none ran.
 
-        A shape that was not measured is judged by the nearest of its class, in factors of its sizes.
+        A shape that was not measured is judged by the nearest of its class, in factors of its sizes, each of which is
+        at most `within`.
         """
-        alike = [other for other in self.milliseconds if other[2:] == shape[2:]]
+        factors = {
+            other: [max(mine / its, its / mine) for mine, its in zip(shape[:2], other[:2], strict=True)]
+            for other in self.milliseconds
+            if other[2:] == shape[2:]
+        }
+        alike = {other: math.prod(each) for other, each in factors.items() if max(each) <= within}
         if not alike:
             return None
-        nearest = min(alike, key=lambda other: abs(math.log(other[0] / shape[0])) + abs(math.log(other[1] / shape[1])))
+        nearest = min(alike, key=alike.__getitem__)
         return fastest({way: time for way, time in self.milliseconds[nearest].items() if way in ways}, usual)
 
 
@@ -81,6 +88,11 @@ class Choices:
             for forget in self.after_change:
                 forget()
         return before
+
+    def beside_earlier(self, device: torch.device, milliseconds: Mapping[Shape, Mapping[str, float]]) -> Choice:
+        """Return what was measured today, beside earlier times of other shapes on a GPU."""
+        earlier = self.stored(device)
+        return Choice(datetime.date.today().isoformat(), {**(earlier.milliseconds if earlier else {}), **milliseconds})
 
     def path(self, device: torch.device) -> Path:
         """Return the file of a GPU's choice. Raises ImportError without Triton."""

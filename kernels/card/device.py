@@ -20,6 +20,8 @@ KERNEL_CHOICES = ("auto", FUSED, BF16)
 CONSUMER_AMPERE = (8, 6)
 # Triton builds int8 `tl.dot` for tensor cores from Ampere on.
 _OLDEST_CAPABILITY = (8, 0)
+# By how many times the sizes of a linear may differ from measured ones that decide for it: what wins changes with them.
+_ALIKE = 4.0
 
 
 @functools.cache
@@ -94,14 +96,14 @@ def choose_path(
 ) -> ComputePath:
     """Choose how a linear computes on a device.
 
-    "auto" is the fastest way of the linear's shape by the card's own benchmark. Without one it is fused INT8 on
-    consumer Ampere (sm_86), where that is known to win, and bf16 on any other card. No Triton or no GPU falls back to
-    bf16. The other kernels override the rule.
+    "auto" is the fastest way of the linear's shape by the card's own benchmark. Where that measured no shape like it,
+    it is fused INT8 on consumer Ampere (sm_86), where that is known to win, and bf16 on any other card. No Triton or no
+    GPU falls back to bf16. The other kernels override the rule.
 
     Args:
         device: where the model computes.
         kernel: "auto", "fused int8" or "bf16".
-        shape: N and K of the linear; None for the model as a whole, which runs fused INT8 if any measured shape does.
+        shape: N and K of the linear; None for the model as a whole, which runs fused INT8 if any shape does.
         ways: those that a benchmark's choice may be of.
 
     Raises:
@@ -128,7 +130,9 @@ def choose_path(
     choice = None if obstacle is not None else AUTO_CHOICES.stored(place)
     if choice is not None:
         shapes = choice.milliseconds if shape is None else [shape]
-        found = {way for each in shapes if (way := choice.fastest(each, ways, FUSED)) is not None}
+        found = {way for each in shapes if (way := choice.fastest(each, ways, FUSED, _ALIKE)) is not None}
+        if shape is None and capability == CONSUMER_AMPERE:
+            found.add(FUSED)  # in shapes that are like none of the measured ones
         if found:
             return ComputePath(min(found, key=WAYS.index), f"measured to be the fastest on this {name}, {choice.date}")
     if capability != CONSUMER_AMPERE or torch.version.hip is not None:

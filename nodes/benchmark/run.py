@@ -1,6 +1,5 @@
 """The benchmark of a card inside ComfyUI: the gate, a model's forward, the linears, and what follows for `auto`."""
 
-import datetime
 import math
 import os
 from collections.abc import Collection, Sequence
@@ -10,7 +9,7 @@ import torch
 from comfy.model_management import throw_exception_if_processing_interrupted as check_cancelled
 from comfy.model_patcher import ModelPatcher
 
-from ...kernels import ATTENTION_CHOICES, AUTO_CHOICES, FUSED, WAYS, Choice, first_line, runs_kitchen
+from ...kernels import ATTENTION_CHOICES, AUTO_CHOICES, FUSED, WAYS, first_line, runs_kitchen
 from ...kernels.benchmark import (
     ATTENTION_METHODS,
     COMFYUI_CHOICE,
@@ -206,12 +205,13 @@ def _decide(device: torch.device, outcome: Outcome, ticked: Collection[str], dec
         return f"No times of linears were stored, because the fused kernel was not timed beside bf16: {kept}"
     if "native_int8" not in ticked:
         return f"No times of linears were stored, because ComfyUI's own INT8 was not timed (tick native_int8): {kept}"
-    choice = Choice(datetime.date.today().isoformat(), totals_by_shape(outcome.linears, outcome.split))
+    found = totals_by_shape(outcome.linears, outcome.split)
+    choice = AUTO_CHOICES.beside_earlier(device, found)
     try:
         AUTO_CHOICES.decide_by(device, choice)
     except OSError as error:
         return f"The choice could not be stored ({error}): {kept}"
-    winners = [METHOD_OF_WAY[way] for shape in choice.milliseconds if (way := choice.fastest(shape, WAYS, FUSED))]
+    winners = [METHOD_OF_WAY[way] for shape in found if (way := choice.fastest(shape, WAYS, FUSED))]
     counted = ", ".join(f"{name} for {winners.count(name)}" for name in dict.fromkeys(winners))
     return f"Stored: auto now runs what was fastest here, of {len(winners)} shapes {counted}."
 
@@ -237,10 +237,8 @@ def store_attention(device: torch.device, results: Sequence[AttentionResult]) ->
     totals = total_times((shape, times) for shape, times in found if len(times) > 1)
     if not totals:
         return []
-    earlier = ATTENTION_CHOICES.stored(device)
-    choice = Choice(datetime.date.today().isoformat(), {**(earlier.milliseconds if earlier else {}), **totals})
     try:
-        ATTENTION_CHOICES.decide_by(device, choice)
+        ATTENTION_CHOICES.decide_by(device, ATTENTION_CHOICES.beside_earlier(device, totals))
     except OSError as error:
         return [f"What was fastest of attention could not be stored ({error})."]
     return ["What was fastest of attention is stored for its choice auto."]

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend
 
 import kernels.attention.exact_attention as exact
 import kernels.internals.torch_functions as torch_functions
-from kernels import ATTENTION_CHOICES, Choice
+from kernels import ATTENTION_CHOICES
 from kernels.attention.exact_attention import (
     CUDNN,
     EFFICIENT,
@@ -20,6 +20,7 @@ from kernels.attention.exact_attention import (
     fastest_way,
 )
 from kernels.call_cache import CACHE
+from kernels.card.choices import Choice
 
 CARD = torch.device("cuda:0")
 HOPPER, AMPERE = (9, 0), (8, 6)

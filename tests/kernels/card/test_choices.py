@@ -8,9 +8,10 @@ import torch
 
 pytest.importorskip("triton")  # what is kept is bound to it
 
-from kernels import ATTENTION_CHOICES, AUTO_CHOICES, Choice
+from kernels import ATTENTION_CHOICES, AUTO_CHOICES
 from kernels.attention import exact_attention
 from kernels.card import device
+from kernels.card.choices import Choice
 
 NAME = "NVIDIA GeForce RTX 3090"
 CARD = torch.device("cuda:0")

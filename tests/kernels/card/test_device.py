@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import kernels.card.device
-from kernels import AUTO_CHOICES, WAYS, Choice, choose_path, int8_path, runs_fused
+from kernels import AUTO_CHOICES, WAYS, choose_path, int8_path, runs_fused
+from kernels.card.choices import Choice
 
 
 @pytest.fixture
@@ -112,6 +113,22 @@ def test_an_auto_choice_of_the_card_decides_by_shape(card, named, shape, expecte
     assert (path.kind, path.fallback) == (expected, False)
     assert "2026-11-22" in path.reason
     assert choose_path("cuda:0", "fused int8", shape).kind == "fused int8"
+
+
+@pytest.mark.parametrize("shape", [(16384, 20480), (15, 64), (4096, 64)])
+@pytest.mark.parametrize("named, expected", [(RTX_3090, "fused int8"), (RTX_4090, "bf16")])
+def test_what_is_like_no_measured_shape_follows_the_rule_of_the_card(card, named, expected, shape):
+    card(*named, choice=MEASURED)
+    path = choose_path("cuda:0", shape=shape)
+    card(*named)
+    assert path == choose_path("cuda:0") and path.kind == expected
+
+
+@pytest.mark.parametrize("named, expected", [(RTX_3090, "fused int8"), (RTX_4090, "bf16")])
+def test_a_small_model_that_bf16_wins_decides_for_no_large_one(card, named, expected):
+    card(*named, choice=Choice("2026-11-28", {(768, 192): {"fused int8": 2.0, "bf16": 1.0}}))
+    assert choose_path("cuda:0", shape=(768, 192)).kind == "bf16"
+    assert [choose_path("cuda:0", shape=shape).kind for shape in ((13824, 4608), None)] == [expected] * 2
 
 
 def test_an_int8_weight_is_never_turned_into_bf16_by_an_auto_choice(card):

@@ -9,11 +9,11 @@ import folder_paths
 import pytest
 import torch
 
-from int8_dit.kernels import Choice
 from int8_dit.kernels.benchmark import FUSED_CODES, FUSED_GGUF, Calls, ForwardSplit, LinearShape, ShapeResult
 from int8_dit.kernels.benchmark import attention_rows as attention
 from int8_dit.kernels.benchmark.health import Health
 from int8_dit.kernels.benchmark.methods import TICKS
+from int8_dit.kernels.card.choices import Choice
 from int8_dit.nodes import kernel_benchmark, sockets
 from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
 from int8_dit.nodes.benchmark import run
@@ -126,12 +126,12 @@ def healthy(**changes):
     return Health(**{"teraflops": 65.0, "expected": 71.0} | changes)
 
 
-def decided(run, health=None, decision="by this run", ticked=("native_int8",), **milliseconds):
+def decided(run, health=None, decision="by this run", ticked=("native_int8",), n=64, **milliseconds):
     """What is said of a run with these times of the ways of one linear."""
     names = {"fused": "fused int8", "native": "ComfyUI's INT8", "bf16": "bf16"}
     milliseconds = milliseconds or {"fused": 1.0, "native": 2.0, "bf16": 3.0}
     rounds = {names[way]: [time] * 3 for way, time in milliseconds.items()}
-    results = [ShapeResult(LinearShape("qkv", 64, 32), 8, rounds=rounds)]
+    results = [ShapeResult(LinearShape("qkv", n, 32), 8, rounds=rounds)]
     outcome = run.Outcome({"card": "a card"}, health or healthy(), results, [], None, [], [])
     return run._decide(CARD, outcome, ticked, decision)
 
@@ -140,6 +140,16 @@ def test_a_healthy_run_decides_what_auto_runs(choices):
     assert decided(run) == "Stored: auto now runs what was fastest here, of 1 shapes fused int8 for 1."
     (choice,) = choices
     assert dict(choice.milliseconds) == {(64, 32): {"fused int8": 1.0, "native int8": 2.0, "bf16": 3.0}}
+
+
+def test_a_run_is_stored_beside_earlier_ones_of_other_shapes(choices):
+    for run_of in ({"n": 64}, {"n": 4096, "fused": 3.0, "bf16": 1.0}, {"n": 64, "fused": 5.0, "bf16": 4.0}):
+        said = decided(run, **run_of)
+    assert said == "Stored: auto now runs what was fastest here, of 1 shapes bf16 for 1."
+    assert dict(choices[-1].milliseconds) == {
+        (64, 32): {"fused int8": 5.0, "bf16": 4.0},
+        (4096, 32): {"fused int8": 3.0, "bf16": 1.0},
+    }
 
 
 @pytest.mark.parametrize(
