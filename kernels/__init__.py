@@ -10,6 +10,7 @@ from .card.device import (
     KERNEL_CHOICES,
     NATIVE,
     WAYS,
+    choose_model_path,
     choose_path,
     int8_path,
     native_computes,

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -138,12 +138,21 @@ def choose_path(
     if capability != CONSUMER_AMPERE or torch.version.hip is not None:
         reason = (
             f"{name} (sm_{major}{minor}) is not a consumer Ampere card (sm_86), the only kind INT8 is known to win on "
-            "before Kernel Benchmark has measured this one"
+            "before Kernel Benchmark has measured such layers here"
         )
         return ComputePath(BF16, reason, fallback=True, blocked=obstacle is not None)
     if obstacle is not None:
         return ComputePath(BF16, obstacle, fallback=True, blocked=True)
     return ComputePath(FUSED, f"{name} is a consumer Ampere card (sm_86)")
+
+
+def choose_model_path(device: torch.device, kernel: str, shapes: Iterable[tuple[int, int]]) -> ComputePath:
+    """Choose how a model with linears of these shapes computes: the first of WAYS that any of them runs.
+
+    bf16 is a fallback only where nothing was measured that is like any of them.
+    """
+    paths = [choose_path(device, kernel, shape) for shape in shapes] or [choose_path(device, kernel)]
+    return min(paths, key=lambda path: (WAYS.index(path.kind), path.fallback))
 
 
 def native_computes(smooth: torch.Tensor | None, activation_bits: int) -> bool:

@@ -3,12 +3,13 @@
 import functools
 import logging
 import sys
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from comfy_execution.utils import get_executing_context
 
-from ...kernels import choose_path
+from ...kernels import choose_model_path
 
 WARNING_EVENT = "int8_dit.warning"
 Reason = Literal[
@@ -53,11 +54,18 @@ def warn(reason: Reason, summary: str, detail: str, advice: str = "") -> None:
 
 
 def warn_of_fallback(
-    reason: Reason, device: torch.device, kernel: str, summary: str, advice: str, so: str = ""
+    reason: Reason,
+    device: torch.device,
+    kernel: str,
+    shapes: Iterable[tuple[int, int]],
+    summary: str,
+    advice: str,
+    so: str = "",
 ) -> None:
-    """Warn if a `kernel` falls back to another computation on a device, and say why, and with `so` what runs instead.
-    `advice` says how to get the kernel where that is possible. Raises what `choose_path` does."""
-    compute = choose_path(device, kernel)
+    """Warn if a `kernel` falls back to another computation of linears of these shapes on a device, and say why, and
+    with `so` what runs instead. `advice` says how to get the kernel where that is possible. Raises what `choose_path`
+    does."""
+    compute = choose_model_path(device, kernel, shapes)
     if compute.fallback:
         warn(reason, summary, f"{compute.reason}.{so}", "" if compute.blocked else advice)
 

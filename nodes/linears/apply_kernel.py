@@ -18,7 +18,7 @@ from ..host import notices
 from .compile_ahead import compile_linears
 from .fused_forward import INT8Linear
 from .int8_weight import is_int8
-from .layer_selection import class_patch, linears, root_of
+from .layer_selection import class_patch, linears, quantizable_shapes, root_of
 from .linear_call import arguments_of, name_linears, refuse_unknown
 from .patched_weights import show_whole
 from .stored_weights import put_hooked
@@ -122,7 +122,8 @@ def _running_fused(model: ModelPatcher, names: Sequence[str], kernel: str) -> Mo
 def _warn(kernel: str, node: str, model: ModelPatcher) -> None:
     summary, so = "The fused INT8 kernel is not applied", " The model runs as ComfyUI runs it."
     advice = f"Set kernel on {node} to 'fused int8' to apply it anyway."
-    notices.warn_of_fallback("not-applied", model.load_device, kernel, summary, advice, so)
+    shapes = quantizable_shapes(model)
+    notices.warn_of_fallback("not-applied", model.load_device, kernel, shapes, summary, advice, so)
 
 
 def fused_class(own: Any, kernel: str, encodes: bool = False, forwards: bool = True) -> type:

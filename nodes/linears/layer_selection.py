@@ -76,6 +76,11 @@ def quantizable_in(part: torch.nn.Module, path: str = "") -> dict[str, CastWeigh
     return {name: module for name, module in found.items() if is_quantizable(name, tuple(module.weight.shape))}
 
 
+def quantizable_shapes(model: ModelPatcher) -> set[tuple[int, int]]:
+    """Return the shapes [N, K] of their weights."""
+    return {tuple(module.weight.shape) for module in quantizable_linears(model).values()}
+
+
 def check_runs_as_stored(model: ModelPatcher) -> None:
     """Raise ValueError for a MODEL with injections (a bypass LoRA), which are in no weight to quantize or save."""
     if model.injections:

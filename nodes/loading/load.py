@@ -26,6 +26,7 @@ from ..files.reading.importers import BRANCHES, Checkpoint
 from ..host import notices
 from ..linears.compile_ahead import compile_linears
 from ..linears.file_notes import FOLDED, keep_notes, notes_of, recipe_in
+from ..linears.layer_selection import is_quantizable, quantizable_shapes
 from ..linears.linear_call import name_linears
 from ..linears.patched_weights import show_whole, whole_weights
 from ..linears.stored_weights import patch_products
@@ -68,7 +69,9 @@ def load_int8_model(
         dtype = comfy.model_management.unet_manual_cast(None, devices[0], supported)
         if fits := fits_in_floats(checkpoint.tensors, dtype, devices):
             advice = "This MODEL cannot be saved as INT8: set kernel to 'fused int8' to save it."
-            notices.warn_of_fallback("bf16", devices[0], kernel, _RUNS_IN.format(floats_name(dtype)), advice)
+            weights = ((key.removesuffix(".weight"), tuple(t.shape)) for key, t in checkpoint.tensors.items())
+            shapes = {(shape[0], shape[1]) for name, shape in weights if is_quantizable(name, shape)}
+            notices.warn_of_fallback("bf16", devices[0], kernel, shapes, _RUNS_IN.format(floats_name(dtype)), advice)
         if fits and path_kind == BF16 and memory == AUTO:
             memory = INT8  # of no account: linears are held in floats
         in_floats = floats_where_faster(kernel, devices, fits)
@@ -126,7 +129,8 @@ def build_model(
     def warn(patcher: ModelPatcher) -> None:
         advice = "Set kernel to 'fused int8' on the node that made the model, to use INT8 all the same."
         summary = _RUNS_IN.format(floats_name(patcher.model.get_dtype_inference()))
-        notices.warn_of_fallback("bf16", patcher.load_device, plan.kernel, summary, advice)
+        shapes = quantizable_shapes(patcher)
+        notices.warn_of_fallback("bf16", patcher.load_device, plan.kernel, shapes, summary, advice)
 
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, warn)
     defer(model)

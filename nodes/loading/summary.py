@@ -8,7 +8,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.ops import CastWeightBiasOp
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import AUTO_CHOICES, BF16, FUSED, NATIVE, WAYS, choose_path, kitchen_backend
+from ...kernels import BF16, FUSED, NATIVE, WAYS, choose_model_path, choose_path, kitchen_backend
 from ..attention.attention_kinds import AS_COMFYUI
 from ..attention.attention_override import AttentionOverride
 from ..comfyui.attention import OVERRIDE
@@ -18,7 +18,7 @@ from ..deferred.install import past_kernel
 from ..files.quant_config import W4A4
 from ..host.notices import Badge
 from ..linears.file_notes import unknown_choices_of
-from ..linears.layer_selection import class_patch, keeps_exact, linears, quantizable_linears
+from ..linears.layer_selection import class_patch, keeps_exact, linears, quantizable_linears, quantizable_shapes
 from ..linears.weight_form import WeightForm, weight_form
 from .memory_choice import memory_choice
 
@@ -79,9 +79,9 @@ def runs_where(model: ModelPatcher, summary: Summary, kernel: str, otherwise: st
     if summary.native:
         return Badge("good", f"ComfyUI's INT8, faster here: {summary.native} of {total}", str(summary))
     otherwise = otherwise or floats_name(model.model.get_dtype_inference())
-    if kernel == "auto" and on_gpu and AUTO_CHOICES.stored(model.load_device) is not None:
+    path = choose_model_path(model.load_device, kernel, quantizable_shapes(model))
+    if kernel == "auto" and path.kind == BF16 and not path.fallback:  # as was measured
         return Badge("good", f"{otherwise}: faster here", str(summary))
-    path = choose_path(model.load_device, kernel)
     if not path.fallback:
         return Badge("note", f"{otherwise}, as chosen" if kernel == "bf16" else f"no INT8: 0 of {total}", str(summary))
     why = "no GPU" if not on_gpu else "the kernel cannot run" if path.blocked else "not an RTX 30"

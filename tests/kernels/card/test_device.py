@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernels.card.device
-from kernels import AUTO_CHOICES, WAYS, choose_path, int8_path, runs_fused
+from kernels import AUTO_CHOICES, WAYS, choose_model_path, choose_path, int8_path, runs_fused
 from kernels.card.choices import Choice
 
 
@@ -129,6 +129,22 @@ def test_a_small_model_that_bf16_wins_decides_for_no_large_one(card, named, expe
     card(*named, choice=Choice("2026-11-28", {(768, 192): {"fused int8": 2.0, "bf16": 1.0}}))
     assert choose_path("cuda:0", shape=(768, 192)).kind == "bf16"
     assert [choose_path("cuda:0", shape=shape).kind for shape in ((13824, 4608), None)] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    "shapes, kind, fallback",
+    [
+        ([(768, 192), (13824, 4608)], "bf16", False),
+        ([(13824, 4608), (4608, 12288)], "bf16", True),
+        ([(64, 64), (768, 192), (13824, 4608)], "fused int8", False),
+        ([], "fused int8", False),
+    ],
+)
+def test_a_model_falls_back_where_nothing_like_it_was_measured(card, shapes, kind, fallback):
+    small = Choice("", {(64, 64): {"fused int8": 1.0, "bf16": 2.0}, (768, 192): {"fused int8": 2.0, "bf16": 1.0}})
+    card(*RTX_4090, choice=small)
+    path = choose_model_path(torch.device("cuda:0"), "auto", shapes)
+    assert (path.kind, path.fallback) == (kind, fallback)
 
 
 def test_an_int8_weight_is_never_turned_into_bf16_by_an_auto_choice(card):

@@ -11,10 +11,12 @@ import pytest
 import torch
 from comfy_execution.utils import CurrentNodeContext
 
-from int8_dit.kernels import ChannelTransform, quantize_weight
+from int8_dit.kernels import BF16, ChannelTransform, quantize_weight
+from int8_dit.kernels.card.device import ComputePath
 from int8_dit.nodes import load_int8_dit
 from int8_dit.nodes.comfyui import quantized
 from int8_dit.nodes.comfyui.quantized import HostCopies, copy_through, new_in_host, stored, to_device
+from int8_dit.nodes.host import notices
 from int8_dit.nodes.linears.int8_weight import int8_weight
 from support.file_formats import config_in, fp8_scaled, in_metadata
 from support.tensors import DEVICE
@@ -114,6 +116,17 @@ def test_auto_says_before_it_loads_that_the_model_cannot_be_saved(dit, native, t
     assert logged(RUNS) == [warning]
     with pytest.raises(ValueError, match="holds no INT8 weights"):
         dit.save(model, tmp_path / "again.safetensors")
+
+
+def test_a_warning_is_about_the_linears_of_the_model(dit, native, tmp_path, monkeypatch):
+    """What `auto` runs was measured of some shapes only."""
+    asked = []
+    decided = ComputePath(BF16, "measured to be the fastest")
+    monkeypatch.setattr(notices, "choose_model_path", lambda device, kernel, shapes: asked.append(shapes) or decided)
+    path = dit.write(tmp_path / "native.safetensors", native)
+    dit.sample(dit.load(path, "auto"))
+    dit.sample(dit.apply(dit.stock(path), "auto"))
+    assert asked == [{tuple(native[f"{name}.weight"].shape) for name in dit.LINEARS}] * 3
 
 
 def test_auto_does_not_say_so_where_int8_weights_are_kept(dit, native, tmp_path, monkeypatch, logged):

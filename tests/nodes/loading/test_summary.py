@@ -7,6 +7,7 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 from safetensors.torch import load_file
 
+from int8_dit.kernels.card.device import ComputePath
 from int8_dit.nodes.linears.layer_selection import linears
 from int8_dit.nodes.loading import summary
 from int8_dit.nodes.loading.summary import Summary, runs_where
@@ -101,6 +102,11 @@ def test_attention_of_another_node(dit, line):
     assert line(model).endswith("attention as another node set it")
 
 
+def on(device):
+    """A text encoder without linears on a device."""
+    return SimpleNamespace(load_device=torch.device(device), is_clip=True, model=torch.nn.Module())
+
+
 @pytest.mark.parametrize(
     "linears, int8, device, kernel, expected",
     (
@@ -111,7 +117,7 @@ def test_attention_of_another_node(dit, line):
     ),
 )
 def test_the_short_line(linears, int8, device, kernel, expected):
-    model = SimpleNamespace(load_device=torch.device(device))
+    model = on(device)
     badge = runs_where(model, Summary(linears, "as ComfyUI", int8), kernel, "bf16")
     severity, text = expected
     assert badge.severity == severity and text in badge.text and badge.detail.endswith("attention as ComfyUI")
@@ -122,14 +128,15 @@ def test_the_short_line_says_why_a_gpu_does_not_run_int8(monkeypatch, obstacle, 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("int8_dit.kernels.card.device.fused_obstacle", lambda _: obstacle)
-    model = SimpleNamespace(load_device=torch.device("cuda"))
+    model = on("cuda")
     assert runs_where(model, Summary({"bf16 (why)": 8}, "as ComfyUI"), "auto", "bf16").text == expected
 
 
 @pytest.mark.parametrize("native, expected", ((7, "ComfyUI's INT8, faster here: 7 of 8"), (0, "bf16: faster here")))
 def test_the_short_line_says_what_was_measured_to_be_faster(monkeypatch, native, expected):
-    monkeypatch.setattr(summary.AUTO_CHOICES, "stored", lambda device: object())
-    model = SimpleNamespace(load_device=torch.device("cuda"))
+    path = ComputePath("bf16", "measured to be the fastest")
+    monkeypatch.setattr(summary, "choose_model_path", lambda device, kernel, shapes: path)
+    model = on("cuda")
     badge = summary.runs_where(model, summary.Summary({"": 8}, "as ComfyUI", 0, native), "auto", "bf16")
     assert (badge.severity, badge.text) == ("good", expected)
 
