@@ -30,6 +30,7 @@ _LARGE, _TEXT, _SMALL = 14.0, 7.5, 6.5  # points: legible also where a node show
 _WIDTH, _MARGIN, _LARGE_LINE, _LINE, _LEGEND = 4.5, 0.12, 0.26, 0.15, 0.25
 _NAMES, _TICKS, _FIGURES, _BELOW = 1.3, 0.48, 0.42, 0.36
 _BAR, _MARKS = 0.145, 0.5
+_TALLEST = 140.0  # all panels of a sheet: no side has 2^16 dots, which matplotlib before 3.10 cannot draw
 _LETTERS_PER_INCH = 19  # of small text that surely fit
 
 _BENCHMARK = {"this pack": (INT8, "s"), "others": (PLAIN, "s")}
@@ -92,6 +93,8 @@ def draw(
 ) -> "Figure":
     """Draw a sheet: a title and a text, a legend of the series, and the panels, all on one scale of values.
 
+    Panels that do not fit are left out, which the text then says.
+
     Args:
         panels: all with names, of which the one with the least values is on top, or all with numbers.
         series: by name a color and a marker.
@@ -100,19 +103,21 @@ def draw(
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    rows = [row for panel in panels for row in panel.rows]
     values: dict[str, list[float]] = {}
-    for row in rows:
+    for row in (row for panel in panels for row in panel.rows):
         if isinstance(row.place, str):
             values.setdefault(row.place, []).append(row.value)
     names = sorted(values, key=lambda name: (statistics.fmean(values[name]), name))
     columns = 2 if names and len(panels) > 2 else 1
-    large, small = textwrap.wrap(title, 38), textwrap.wrap(text, 80)
-    text_top = _MARGIN + _LARGE_LINE * len(large)
-    legend_top = text_top + _LINE * len(small) + 0.05
     above = 0.05 + _LINE * max((1 + panel.title.count("\n") for panel in panels), default=0)
     inside = _BAR * len(names) or _MARKS
     line = above + inside + _BELOW
+    if (left_out := len(panels) - columns * int(_TALLEST / line)) > 0:
+        panels = panels[:-left_out]
+        text += f" {left_out} more panels do not fit here; the table has their figures."
+    large, small = textwrap.wrap(title, 38), textwrap.wrap(text, 80)
+    text_top = _MARGIN + _LARGE_LINE * len(large)
+    legend_top = text_top + _LINE * len(small) + 0.05
     height = legend_top + _LEGEND + line * -(-len(panels) // columns)
     figure = Figure((_WIDTH, height), _DOTS_PER_INCH, facecolor="white")
     left = _MARGIN / _WIDTH
@@ -121,7 +126,7 @@ def draw(
     handles = [
         Line2D([], [], linestyle="", label=name, color=color, marker=marker, markersize=3.6)
         for name, (color, marker) in series.items()
-        if any(row.series == name for row in rows)
+        if any(row.series == name for panel in panels for row in panel.rows)
     ]
     figure.legend(
         handles=handles,

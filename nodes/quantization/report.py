@@ -1,5 +1,6 @@
 """The report of a quantization, layer by layer: a table and a chart for the user, JSON for the file."""
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,9 @@ PROTECTED_IN = (ACT16, BF16)
 """What protected layers can be held in; bf16 stands for the floats that the model computes in."""
 _TICKS = tuple(digit * 10.0**power for power in range(-4, 1) for digit in (1, 2, 5))
 _MOST_TICKS = 4
+_NUMBERED_BLOCK = re.compile(r"(?<=\bblock)(?=\d+\.)")  # in Cosmos block3 stands for block.3
+# Of a list of blocks in a block, whose layers of a kind share a panel: SDXL would have 300 panels.
+_INNER_NUMBER = re.compile(r"(?:^|(?<=blocks\.|layers\.))\d+\.")
 _LOWEST = 1e-4  # an error of zero has no place on a logarithmic scale
 
 
@@ -169,13 +173,15 @@ class QuantizationReport(NamedTuple):
 
         `low` and `high` are the ends of the logarithmic scale, with room around all errors but those of bf16, `ticks`
         its labels. A panel has the layers of one `kind` in the list `blocks` ("" outside the blocks), and the means of
-        their errors; panels of one list stand together. A mark is a layer: the number of its `block`, its error in
-        plain INT8 (`before`) and as quantized (`after`), `held_in` and `protected`. Unknown errors are None.
+        their errors; panels of one list stand together. A mark is a layer: the number of its `block`, for a block in
+        a block that of the outer one, its error in plain INT8 (`before`) and as quantized (`after`), `held_in` and
+        `protected`. Unknown errors are None.
         """
         kinds: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for layer in self.layers:
-            found = block_of(layer.name)
+            found = block_of(_NUMBERED_BLOCK.sub(".", layer.name))
             blocks, number, kind = (found[0][:-1], found[1], found[2][1:]) if found else ("", None, layer.name)
+            kind = _INNER_NUMBER.sub("", kind)
             mark = {"layer": layer.name, "block": number, "before": rounded(layer.fragility)}
             mark |= {"after": rounded(layer.error_as_held), "held_in": layer.held_in, "protected": layer.protected}
             kinds.setdefault(blocks, {}).setdefault(kind, []).append(mark)

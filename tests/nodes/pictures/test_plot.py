@@ -85,6 +85,13 @@ def test_odd_reports_can_be_drawn(report_of, monkeypatch, errors):
     texts_of(picture(report_of(errors)), monkeypatch)
 
 
+def test_a_report_of_many_kinds_is_drawn_as_far_as_it_fits(report_of):
+    figure = picture(report_of({f"{kind}_{n}": (0.1, 0.01) for n in range(400) for kind in "abc"}))
+    assert 100 < len(figure.axes) < 1200 and figure.bbox.height < 1 << 16
+    assert figure.axes[3].get_title(loc="left").startswith("a_1 ")
+    assert f"{1200 - len(figure.axes)} more panels do not fit here" in figure.texts[1].get_text().replace("\n", " ")
+
+
 def test_the_marks_are_where_their_figures_are(report_of):
     errors = {"b.0.k": (0.1, 0.02), "b.1.k": (0.2, 0.01), "b.2.k": (0.3, 0.03), "b.5.k": (None, None)}
     errors["b.1.j"] = (0.1, 0.1)

@@ -12,6 +12,9 @@ import pytest
         ("double_blocks.12.img_mlp.0", "double_blocks", 12, "img_mlp.0"),
         ("net.blocks.0.x_block.mlp.fc1", "net.blocks", 0, "x_block.mlp.fc1"),
         ("llm_cond_proj", "", None, "llm_cond_proj"),
+        ("input_blocks.7.1.transformer_blocks.9.ff.net.0.proj", "input_blocks", 7, "transformer_blocks.ff.net.0.proj"),
+        ("middle_block.1.transformer_blocks.0.attn1.to_q", "middle_block", 1, "transformer_blocks.attn1.to_q"),
+        ("blocks.block3.blocks.1.block.attn.to_out.0", "blocks.block", 3, "blocks.block.attn.to_out.0"),
     ),
 )
 def test_the_block_and_kind_of_a_layer(report_of, name, blocks, number, kind):
