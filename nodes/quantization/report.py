@@ -63,8 +63,8 @@ class QuantizationReport(NamedTuple):
 
     @property
     def in_codes(self) -> bool:
-        """Whether there are weights of 4 bits."""
-        return any(layer.held_in == CODES for layer in self.layers)
+        """Whether weights have 4 bits, but for protected ones, which may be all."""
+        return self.settings.get("weight_bits") == 4
 
     @property
     def plain(self) -> str:

@@ -63,6 +63,13 @@ def test_the_most_fragile_get_8_bits_that_are_native(dit, quantize, save):
     assert set(held) == set(dit.LINEARS) and list(held.values()).count("asym_w4a8_int8") == len(dit.LINEARS) - 3
 
 
+def test_the_report_says_4_bits_where_all_layers_are_protected(dit, quantize):
+    _, report = quantize(dit.recorded(), protection=Protection("number", len(dit.LINEARS)))
+    assert {layer.held_in for layer in report.layers} == {"INT8"}
+    assert report.title == "INT8 quantization (rotate, 4-bit weights)" and "(nearest 4 bits: " in report.summary
+    assert f"\n0 of 34 linears are {CODES}. " in report.markdown() and report.chart()["plain"] == "nearest 4 bits"
+
+
 @pytest.mark.parametrize("number", (0, 2))
 def test_in_bf16_if_it_is_asked_for(dit, quantize, number):
     model, _ = quantize(dit.recorded(), protection=Protection("number", number), protected_in="bf16")
