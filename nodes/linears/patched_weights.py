@@ -122,7 +122,7 @@ def _pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch.Tensor 
         return {name: tensor.to("cpu") for name, tensor in again.state_dict(key).items()}
 
     if patched_shape(model, key.removeprefix(DIFFUSION_MODEL)) != form.shape:
-        return made()  # the sizes of its pieces are others
+        return dict(made())  # the sizes of its pieces are others
     return {name: PendingTensor(piece, lambda name=name: made().pop(name)) for name, piece in pieces.items()}
 
 

@@ -107,7 +107,11 @@ def checkpoint_plan(
         kind = stored_kind(weight)
         stays = as_stored and can_be_stored(weight)
         linear = is_quantizable(name, tuple(weight.shape))
-        int8 = linear and not (whole and not is_gguf(weight)) and not in_floats(*weight.shape, not stays)
+        int8 = (
+            linear
+            and not (whole and not is_gguf(weight))
+            and not in_floats(weight.shape[0], weight.shape[1], not stays)
+        )
         if stays and kind is not None and kind.held is not None:
             hold, is_int8 = kind.held, int8 or is_grouped(weight)
             checked = is_int8 and runs_fused(device, kernel, weight.shape[0], weight.shape[1], False)

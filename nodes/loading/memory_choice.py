@@ -48,8 +48,9 @@ def choose_memory(
 ) -> MemoryChoice:
     """Return how the weights of a checkpoint are held on `device`.
 
-    `memory` is one of MEMORY_CHOICES; of linears `in_floats` none is held in INT8. AUTO compares bytes and never times anything: what the MODEL takes in either
-    form, what the card and the host have free, and what ComfyUI sets aside for a step.
+    `memory` is one of MEMORY_CHOICES; of linears `in_floats` none is held in INT8. AUTO compares bytes and never times
+    anything: what the MODEL takes in either form, what the card and the host have free, and what ComfyUI sets aside for
+    a step.
     """
     if memory != AUTO:
         return MemoryChoice(memory == AS_STORED)
@@ -83,7 +84,7 @@ def held_bytes(checkpoint: Checkpoint, compute_dtype: torch.dtype, in_floats: In
         linear = is_quantizable(key.removesuffix(".weight"), tuple(tensor.shape))
         as_int8 = tensor.nbytes
         int8_there = is_grouped(tensor) or (linear and (is_gguf(tensor) or not whole))
-        if int8_there and not (tensor.ndim == 2 and in_floats(*tensor.shape, True)):
+        if int8_there and not (tensor.ndim == 2 and in_floats(tensor.shape[0], tensor.shape[1], True)):
             as_int8 = tensor.shape.numel()
         elif int8_there or is_gguf(tensor) or tensor.is_floating_point():
             as_int8 = tensor.shape.numel() * compute_dtype.itemsize
