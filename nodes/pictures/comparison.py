@@ -120,7 +120,7 @@ def comparison_table(results: Mapping[str, Sequence[Fidelity]]) -> dict[str, Any
         if len(names) > 1:
             differences = [minus(a, b) for a, b in zip(*values.values(), strict=True)]
             columns.append(f"{metric}{unit}, difference")
-            cells.append(_column(differences, f"+.{digits}f"))
+            cells.append(_column([each if math.isfinite(each) else math.nan for each in differences], f"+.{digits}f"))
             verdicts.append(f"{metric}: {_verdict(differences, names, unit, digits)}")
     heads = [*(str(number) for number in range(1, pairs + 1)), "mean", *(["95 % interval"] if pairs > 1 else [])]
     rows = [list(row) for row in zip(heads, *cells, strict=True)]
@@ -160,17 +160,24 @@ def _cell(value: float, form: str) -> str:
 
 
 def _verdict(differences: Sequence[float], names: Sequence[str], unit: str, digits: int) -> str:
-    """Return in words which of two candidates is closer to the reference, or that this is not known."""
-    finites = finite(differences)
-    bounds = interval(finites)
+    """Return in words which of two candidates is closer to the reference, or that this is not known.
+
+    Where one of a pair is identical to the reference there is no mean of all. Pairs are counted then, by who is closer.
+    """
+    counted = not all(map(math.isfinite, differences))
+    judged = numpy.sign(differences) if counted else numpy.array(differences)
+    bounds = interval(judged)
     if bounds is None:
         return "two pairs or more are needed to tell a difference from noise."
-    mean = float(numpy.mean(finites))
+    mean = float(numpy.mean(judged))
     closer = names[0] if mean > 0 else names[1]
     if bounds[0] <= 0 <= bounds[1]:
         return f"{names[0]} and {names[1]} differ within noise."
-    if len(finites) < _FEWEST_PAIRS:
-        return f"{closer} looks closer to the reference, but {len(finites)} pairs are too few to tell."
+    if len(judged) < _FEWEST_PAIRS:
+        return f"{closer} looks closer to the reference, but {len(judged)} pairs are too few to tell."
+    if counted:
+        pairs = numpy.count_nonzero(judged == numpy.sign(mean))
+        return f"{closer} is closer to the reference in {pairs} of {len(judged)} pairs, more than noise."
     return f"{closer} is closer to the reference by {abs(mean):.{digits}f}{unit}, more than noise."
 
 
@@ -180,8 +187,8 @@ def finite(values: Sequence[float]) -> list[float]:
 
 
 def minus(a: float, b: float) -> float:
-    """Return a - b; 0 for two that are infinite, NaN where only one is."""
-    return 0.0 if a == b else a - b if math.isfinite(a) and math.isfinite(b) else math.nan
+    """Return a - b; 0 for two that are infinite."""
+    return 0.0 if a == b else a - b
 
 
 def interval(

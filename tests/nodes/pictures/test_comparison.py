@@ -166,6 +166,26 @@ def test_a_pair_with_one_identical_image_has_no_difference_in_psnr():
     assert [row[3] for row in table["rows"]] == ["-", "+0.00", "+1.00", "+0.50", "+0.00 to +1.00"]
 
 
+@pytest.mark.parametrize(
+    "image, other, verdict",
+    (
+        ([math.inf] * 8, EIGHT, "PSNR: image is closer to the reference in 8 of 8 pairs, more than noise."),
+        (
+            [*[math.inf] * 30, *EIGHT[:6]],
+            [*[20.0] * 30, *(value + 1 for value in EIGHT[:6])],
+            "PSNR: image is closer to the reference in 30 of 36 pairs, more than noise.",
+        ),
+        ([*EIGHT, 30.0], [math.inf] * 9, "PSNR: other is closer to the reference in 9 of 9 pairs, more than noise."),
+        ([math.inf, 30.0] * 4, [30.0, math.inf] * 4, "PSNR: image and other differ within noise."),
+        ([math.inf] * 8, [math.inf] * 8, "PSNR: image and other differ within noise."),
+        ([math.inf] * 5, EIGHT[:5], "PSNR: image looks closer to the reference, but 5 pairs are too few to tell."),
+        ([math.inf], [30.0], "PSNR: two pairs or more are needed to tell a difference from noise."),
+    ),
+)
+def test_pairs_with_one_identical_image_are_counted(image, other, verdict):
+    assert table_of(image=image, other=other)["title"] == verdict
+
+
 def test_the_pictures_have_the_form_of_the_inputs(tmp_path, monkeypatch):
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
     reference, image = (
