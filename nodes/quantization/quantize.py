@@ -149,9 +149,11 @@ def quantize_model(
     fragility = {name: results[name].plain_error for name in called}
     errors = {name: results[name].error for name in called}
     held_in = dict.fromkeys(coded, CODES) | dict.fromkeys(whole, INT8)
-    # Of layers in codes these alone gain by more bits, and the worst are those that calibrated rounding helps least.
+    # Layers in codes gain by 8 bits, and the worst are those that calibrated rounding helps least. A budget of error
+    # holds for the others, too.
     ranked = errors if coded else fragility
-    ranked, lost = ({name: found.get(name, 0.0) for name in coded or targets} for found in (ranked, errors))
+    among = targets if settings.protection.kind == "error" else coded or targets
+    ranked, lost = ({name: found.get(name, 0.0) for name in among} for found in (ranked, errors))
     protected = settings.protection.choose(ranked, lost, number_of_linears)
     held_in |= dict.fromkeys(protected, BF16)
     if protected and settings.protected_in == ACT16:

@@ -76,13 +76,32 @@ def test_in_bf16_if_it_is_asked_for(dit, quantize, number):
     assert len(dit.coded(model)) == len(dit.LINEARS) - number and not dit.int8_weights(model)
 
 
-def test_what_cannot_be_rotated_or_is_small_has_8_bits(dit, quantize, monkeypatch):
+def large_in_codes(monkeypatch):
+    """Only large layers get codes."""
     monkeypatch.setattr("int8_dit.nodes.linears.stored_weights.SMALLEST_STORED", 192 * 768 // 2)
+
+
+def test_what_cannot_be_rotated_or_is_small_has_8_bits(dit, quantize, monkeypatch):
+    large_in_codes(monkeypatch)
     model, report = quantize(dit.recorded())
     large = {name for name, weight in dit.tensors().items() if tuple(weight.shape) in ((192, 768), (768, 192))}
     assert {f"{name}.weight" for name in dit.coded(model)} == large & {f"{name}.weight" for name in dit.LINEARS}
     assert not report.protected and {layer.held_in for layer in report.layers} == {CODES, "INT8"}
     assert {weight._params.rotation_group for weight in dit.int8_weights(model).values()} == {64}
+
+
+def test_an_error_budget_holds_for_layers_without_codes_too(dit, quantize, monkeypatch):
+    """Which lose least: a number of layers to protect does not reach them."""
+    large_in_codes(monkeypatch)
+    calibration = dit.recorded()
+    _, report = quantize(calibration, protection=Protection("number", 17))
+    in_codes = {layer.name for layer in report.layers if layer.held_in == CODES or layer.protected}
+    assert set(report.protected) == in_codes < set(dit.LINEARS)
+    budget = min(layer.error for layer in report.layers if not layer.protected) * 1.2
+    model, report = quantize(calibration, protection=Protection("error", budget))
+    assert all(layer.error_as_held <= budget for layer in report.layers)
+    in_floats = {layer.name for layer in report.layers if layer.held_in == "bf16"}
+    assert in_floats - in_codes and in_floats == set(dit.LINEARS) - set(dit.int8_weights(model))
 
 
 @pytest.mark.parametrize("memory", ("INT8", "as stored"))
