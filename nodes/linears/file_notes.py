@@ -85,8 +85,10 @@ def unknown_choices_of(model: ModelPatcher) -> dict[str, torch.Tensor]:
 
 
 def warn_of_patches_on_folded(model: ModelPatcher) -> None:
-    """Warn, once a run, of patches (LoRAs) of a MODEL whose weights are folded, which no longer fit the original's."""
-    if model.patches and recipe_of(model).get(FOLDED):
+    """Warn, once a run, of patches (LoRAs) of a MODEL whose weights are folded, which no longer fit the original's:
+    also of those that hooks or a bypass LoRA bring."""
+    patched = model.patches or any(model.hook_patches.values()) or "bypass_lora" in model.injections
+    if patched and recipe_of(model).get(FOLDED):
         notices.warn(
             "folded-lora",
             "LoRA on a folded INT8 file",

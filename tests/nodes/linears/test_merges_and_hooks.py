@@ -7,6 +7,7 @@ from functools import partial
 import comfy.hooks
 import comfy.model_management
 import comfy.sample
+import comfy.sd
 import comfy.utils
 import comfy_extras.nodes_lora_extract as node
 import comfy_extras.nodes_model_merging as merging
@@ -241,6 +242,31 @@ def test_a_hook_stays_when_its_model_is_loaded_again(dit, applied, lora):
     model.detach()
     assert torch.equal(dit.output(model), before)
     assert torch.equal(dit.output(stock), native)
+
+
+FOLDED = "LoRA on a folded INT8 file"
+
+
+@pytest.fixture
+def folded(dit, tmp_path):
+    """Loads a MODEL whose weights have smoothing factors folded into them."""
+    model = dit.quantize(dit.stock(), smooth_only_foldable=True, calibration=dit.recorded())
+    path = dit.save(model, tmp_path / "folded.safetensors", fold=True)
+    return lambda: dit.load(path)
+
+
+def test_a_hook_on_a_folded_file_warns(dit, folded, lora, logged):
+    others = {key.replace("diffusion_model", "text_encoders"): tensor for key, tensor in lora.items()}
+    for weights in ({}, others):
+        hooked(dit, folded(), lora_hook(dit, weights, None))
+    assert not logged(FOLDED)
+    hooked(dit, folded(), lora_hook(dit, lora, None))
+    assert logged(FOLDED)
+
+
+def test_a_bypass_lora_on_a_folded_file_warns(dit, folded, lora, logged):
+    dit.sample(comfy.sd.load_bypass_lora_for_models(folded(), None, lora, 1.0, 0.0)[0])
+    assert logged(FOLDED)
 
 
 def test_a_dropped_model_waits_for_no_garbage_collection(dit, applied):
