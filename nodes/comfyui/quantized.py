@@ -174,7 +174,7 @@ def to_device(weight: Any, device: torch.device, copied: Callable[..., torch.Ten
     """Return a tensor, quantized or not, on a device, as `copied` puts it there; not copied where it is there."""
     if not isinstance(weight, QuantizedTensor):
         return copied(weight, device)
-    return type(weight)(copied(weight._qdata, device), weight._layout_cls, weight._params.to_device(device))
+    return weight._copy_with(copied(weight._qdata, device), weight._params.to_device(device))
 
 
 def new_in_host(x: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,10 @@ import comfy.sd
 import pytest
 import torch
 from comfy.quant_ops import QuantizedTensor
+from comfy_extras.nodes_hooks import SetClipHooks
 
 from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8KernelCLIP
-from int8_dit.nodes.comfyui.quantized import layout_of
+from int8_dit.nodes.comfyui import quantized
 from int8_dit.nodes.linears import linear_call
 from support import random_encoders
 from support.random_encoders import ENCODERS, RandomEncoder
@@ -42,16 +43,21 @@ def conditioning(encoder, clip):
     return clip.encode_from_tokens(encoder.prompt(TOKENS))
 
 
-def with_lora(encoder, clip, strength=1.0):
-    """The CLIP of ComfyUI's LoRA loader, with a LoRA on every linear."""
-    keys = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, {})
+def lora_of(encoder):
+    """A LoRA on every linear."""
     prefix, lora, generator = f"{encoder.encoder.key}.transformer.", {}, torch.Generator().manual_seed(3)
     for name in encoder.layers:
         outputs, inputs = encoder.shapes[f"{name}.weight"]
         key = f"text_encoders.{prefix}{name}"
-        assert key in keys
         lora[f"{key}.lora_up.weight"] = torch.randn(outputs, 4, generator=generator) / 8
         lora[f"{key}.lora_down.weight"] = torch.randn(4, inputs, generator=generator) * inputs**-0.5
+    return lora
+
+
+def with_lora(encoder, clip, strength=1.0):
+    """The CLIP of ComfyUI's LoRA loader."""
+    lora, keys = lora_of(encoder), comfy.lora.model_lora_keys_clip(clip.cond_stage_model, {})
+    assert all(key.rpartition(".lora_")[0] in keys for key in lora)
     return comfy.sd.load_lora_for_models(None, clip, lora, 0.0, strength)[1]
 
 
@@ -114,7 +120,7 @@ def test_bypassed_before_a_clip_with_a_lora_it_leaves_nothing_behind(encoder, ap
 
     def held():
         weights = (getattr(module, "weight", None) for module in clip.cond_stage_model.modules())
-        return [layout_of(weight) for weight in weights if isinstance(weight, QuantizedTensor)]
+        return [quantized.layout_of(weight) for weight in weights if isinstance(weight, QuantizedTensor)]
 
     expected, layouts, patched = conditioning(encoder, clip), held(), with_lora(encoder, clip)
     for model in (apply(patched), patched):
@@ -140,6 +146,21 @@ def test_loras(encoder, apply, multiplied, first):
     patched = apply(with_lora(encoder, clip)) if first else with_lora(encoder, apply(clip))
     assert relative_error(conditioning(encoder, patched), expected) < ROUNDING
     assert multiplied
+
+
+def test_a_hook_on_weights_that_are_unloaded(encoder, apply, monkeypatch):
+    """As between a GPU and the host, where they are copied through pinned buffers."""
+    clip = apply(encoder.clip("native"))
+    before = conditioning(encoder, clip)
+    hooks = comfy.hooks.create_hook_lora(lora_of(encoder), 0.0, 1.0)
+    (hooked,) = SetClipHooks().apply_hooks(clip, False, False, hooks)
+    expected = conditioning(encoder, hooked)
+    assert relative_error(expected, before) > 0.1
+    monkeypatch.setattr(quantized, "_crosses_slowly", lambda *_: True)
+    for _ in range(2):
+        assert hooked.patcher.partially_unload(hooked.patcher.offload_device, 1 << 40)
+        assert torch.equal(conditioning(encoder, hooked), expected)
+    assert torch.equal(conditioning(encoder, clip), before)
 
 
 def test_a_text_that_an_encoder_writes(encoders, apply, multiplied):
