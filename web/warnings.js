@@ -16,7 +16,7 @@ const REASONS = {
   "bf16": "A model runs in bf16 instead of INT8",
   "not-applied": "The fused kernel is not applied to a model",
   "uncalibrated": "A model is quantized without calibration",
-  "folded-lora": "A LoRA meets a file that was saved with fold",
+  "folded-lora": "A LoRA or a merge meets a file that was saved with fold",
   "fold-incomplete": "A folded file needs this pack all the same",
   "attention": "INT8 attention did not run",
   "gguf-architecture": "A saved GGUF file may be refused by ComfyUI-GGUF",

@@ -87,11 +87,16 @@ def unknown_choices_of(model: ModelPatcher) -> dict[str, torch.Tensor]:
 def warn_of_patches_on_folded(model: ModelPatcher) -> None:
     """Warn, once a run, of patches (LoRAs) of a MODEL whose weights are folded, which no longer fit the original's:
     also of those that hooks or a bypass LoRA bring."""
-    patched = model.patches or any(model.hook_patches.values()) or "bypass_lora" in model.injections
-    if patched and recipe_of(model).get(FOLDED):
+    if model.patches or any(model.hook_patches.values()) or "bypass_lora" in model.injections:
+        warn_of_folded(model)
+
+
+def warn_of_folded(model: ModelPatcher) -> None:
+    """Warn, once a run, if the weights of a MODEL are folded, where they are taken for the original's."""
+    if recipe_of(model).get(FOLDED):
         notices.warn(
             "folded-lora",
-            "LoRA on a folded INT8 file",
+            "LoRA or merge on a folded INT8 file",
             "the smoothing factors of this file are folded into its weights, so that a LoRA made for the original "
-            "model comes out wrong. Use an INT8 file saved with fold switched off.",
+            "model comes out wrong, as does a merge. Use an INT8 file saved with fold switched off.",
         )

@@ -21,6 +21,7 @@ from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
 from ..files import quant_config
 from ..files.holding import is_grouped, quant_config_in
 from ..files.writing.tensor_files import PendingTensor, Tensors
+from .file_notes import warn_of_folded
 from .int8_weight import int8_weight, quant_config_of
 from .weight_form import known_form
 
@@ -101,7 +102,15 @@ class _WholeWeights(dict):
 
 def show_whole(_: ModelPatcher, model: Any) -> None:
     """Give ComfyUI whole weights where it merges a MODEL or CLIP, hooks it or extracts a LoRA from it."""
-    model.model_state_dict = functools.partial(_WholeWeights, weakref.proxy(model))
+    own = weakref.proxy(model)
+    model.model_state_dict = functools.partial(_WholeWeights, own)
+    model.get_key_patches = functools.partial(_key_patches, own)
+
+
+def _key_patches(model: Any, filter_prefix: str | None = None) -> dict[str, Any]:
+    """Return a MODEL's weights and patches for a merge into another MODEL, which has no warning of folded weights."""
+    warn_of_folded(model)
+    return model.__class__.get_key_patches(model, filter_prefix)
 
 
 def _pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch.Tensor | PendingTensor]:

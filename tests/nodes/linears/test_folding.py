@@ -233,12 +233,12 @@ def test_a_lora_on_a_folded_file_warns(dit, tmp_path, logged):
         assert json.loads(file.metadata()["int8_dit_recipe"])["folded"] is True
     model = dit.load(path)
     dit.sample(model)
-    assert not logged("LoRA on a folded INT8 file")
+    assert not logged("LoRA or merge on a folded INT8 file")
     patched = dit.with_lora(model, dit.lora([dit.LAYER]))
     dit.sample(patched)
-    assert len(logged("LoRA on a folded INT8 file")) == 1
+    assert len(logged("LoRA or merge on a folded INT8 file")) == 1
     dit.save(patched, tmp_path / "baked.safetensors", fold=False)
-    assert len(logged("LoRA on a folded INT8 file")) == 2
+    assert len(logged("LoRA or merge on a folded INT8 file")) == 2
     again = dit.save(dit.quantize(model), tmp_path / "again.safetensors", fold=False)
     dit.sample(dit.with_lora(dit.load(again), dit.lora([dit.LAYER])))
-    assert len(logged("LoRA on a folded INT8 file")) == 3
+    assert len(logged("LoRA or merge on a folded INT8 file")) == 3

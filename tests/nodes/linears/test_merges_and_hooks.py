@@ -244,7 +244,7 @@ def test_a_hook_stays_when_its_model_is_loaded_again(dit, applied, lora):
     assert torch.equal(dit.output(stock), native)
 
 
-FOLDED = "LoRA on a folded INT8 file"
+FOLDED = "LoRA or merge on a folded INT8 file"
 
 
 @pytest.fixture
@@ -266,6 +266,14 @@ def test_a_hook_on_a_folded_file_warns(dit, folded, lora, logged):
 
 def test_a_bypass_lora_on_a_folded_file_warns(dit, folded, lora, logged):
     dit.sample(comfy.sd.load_bypass_lora_for_models(folded(), None, lora, 1.0, 0.0)[0])
+    assert logged(FOLDED)
+
+
+def test_a_folded_file_that_is_merged_into_another_model_warns(dit, folded, smoothed, logged):
+    model, other = dit.stock(), folded().clone()
+    merged("ModelMergeSimple", model, smoothed, 0.3)
+    assert not logged(FOLDED)
+    merged("ModelMergeSimple", model, other, 0.3)
     assert logged(FOLDED)
 
 
