@@ -22,7 +22,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...kernels import unplanned_memory
 from ..comfyui.attention import OVERRIDE, Attention, comfyuis_attention
-from ..comfyui.layer_choices import call_beside_choices, wrap_choices
+from ..comfyui.layer_choices import attention_choices, call_beside_choices, wrap_choices
 from ..comfyui.patcher import DIFFUSION_MODEL
 from ..deferred.notes import hidden_calls, tracking, values_of
 from ..host import notices
@@ -233,6 +233,31 @@ class AttentionOverride:
             why = _reasons(self._noted) or "no call reached it: the model, or another node's override, bypasses it"
             notices.warn("attention", "INT8 attention did not run", f"a call of the model ran without it: {why}.")
         return output
+
+
+class AttentionObserver:
+    """An attention override that sees calls and lets compute what did before; it puts itself into the MODEL.
+
+    `attend(otherwise, q, k, v, heads, ...)` computes a call, whose other arguments are those of ComfyUI's attention
+    functions and of `otherwise`; q, k and v may be in containers. It sees nothing where layers have chosen their
+    attention, unless another pack's override comes before their choices, as any override does.
+    """
+
+    def __init__(self, model: ModelPatcher, key: str, attend: Callable[..., Any]) -> None:
+        options = model.model_options["transformer_options"]
+        self.outer, self._attend, self._choices = options.get(OVERRIDE), attend, tuple(attention_choices(model))
+        inner = comfyuis_attention if self.outer is None else getattr(self.outer, "container_function", None)
+        if inner is not None:
+            self.container_function = functools.partial(attend, inner)
+        options[OVERRIDE] = self
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, key, self._stand_aside)
+
+    def __call__(self, func: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._attend(func if self.outer is None else functools.partial(self.outer, func), *args, **kwargs)
+
+    def _stand_aside(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        own = self.outer is None or (isinstance(self.outer, AttentionOverride) and self.outer.outer is None)
+        return call_beside_choices(self, self._choices if own else (), executor, args, kwargs)
 
 
 def _unseen(function: Callable[[Any], Any], given: Any) -> Any:

@@ -27,7 +27,8 @@ from ...kernels.benchmark import (
     longest,
 )
 from ..attention.attention_kinds import read_call
-from ..comfyui.attention import OVERRIDE, comfyuis_attention
+from ..attention.attention_override import AttentionObserver
+from ..comfyui.attention import comfyuis_attention
 from ..comfyui.quantized import NATIVE_LAYOUT, forwarded
 from ..deferred.install import deferred_call
 from ..host.sampling import empty_latent, sample_euler
@@ -100,8 +101,7 @@ class _Clock:
         self._called: dict[str, tuple[list, tuple]] = {}  # the blocks of a list, and what one was called with
         self._blocks: list[BlockCalls] = []
         self._watches, self._working_bytes = False, 0
-        options = model.model_options["transformer_options"]
-        options[OVERRIDE] = partial(self._attend, options.get(OVERRIDE))
+        AttentionObserver(model, _KEY, self._attend)
 
     def call(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         self._watches = len(self._whole) == _STEPS - 1
@@ -145,14 +145,13 @@ class _Clock:
         product = output.numel() // n, n, module.in_features  # its input may be wider, and activated by it
         self._products.setdefault(product, (label(name), []))[1].append(span)
 
-    def _attend(self, earlier: Callable | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        attend = function if earlier is None else partial(earlier, function)
+    def _attend(self, attend: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self._watches:
             return attend(*args, **kwargs)
-        span = self._watch.begin()
+        spans = self._attention.setdefault(attention_call(*args, **kwargs), [])  # before containers are emptied
+        spans.append(self._watch.begin())
         output = attend(*args, **kwargs)
-        self._watch.end(span)
-        self._attention.setdefault(attention_call(*args, **kwargs), []).append(span)
+        self._watch.end(spans[-1])
         return output
 
     def _total(self, spans: list) -> float:

@@ -14,11 +14,10 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_execution.utils import get_executing_context
 
 from ...kernels import ActivationStatistics, AttentionError, unplanned_memory
-from ..attention.attention_kinds import ATTENTION_KINDS, INT8, int8_way, read_call
-from ..attention.attention_override import AttentionOverride
-from ..comfyui.attention import OVERRIDE, Attention, comfyuis_attention
+from ..attention.attention_kinds import ATTENTION_KINDS, INT8, Way, int8_way, read_call
+from ..attention.attention_override import AttentionObserver
+from ..comfyui.attention import OVERRIDE, Attention
 from ..comfyui.compiling import is_compiled
-from ..comfyui.layer_choices import attention_choices, call_beside_choices
 from ..comfyui.quantized import forwarded
 from ..files.block_lists import block_of
 from ..host.sampling import previewer, sample
@@ -110,7 +109,8 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
             record.to_host()
 
     clone = model.clone()
-    AttentionObserver(clone)
+    way = int8_way(clone.load_device) if ATTENTION_KINDS[INT8].obstacle(clone.load_device) is None else None
+    AttentionObserver(clone, RECORDER_KEY, partial(_observed_attention, way))
     clone.add_callback_with_key(CallbacksMP.ON_PRE_RUN, RECORDER_KEY, begin)
     clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, RECORDER_KEY, end)
     return clone
@@ -129,39 +129,17 @@ def observed_linear(module: CastWeightBiasOp, seen: ActivationStatistics) -> Ite
         yield
 
 
-class AttentionObserver:
-    """An attention override that measures the error of INT8 attention and lets compute what did before; it puts itself
-    into the MODEL."""
-
-    def __init__(self, model: ModelPatcher) -> None:
-        options, device = model.model_options["transformer_options"], model.load_device
-        self.outer, self._choices = options.get(OVERRIDE), tuple(attention_choices(model))
-        self._way = int8_way(device) if ATTENTION_KINDS[INT8].obstacle(device) is None else None
-        inner = comfyuis_attention if self.outer is None else getattr(self.outer, "container_function", None)
-        if inner is not None:
-            self.container_function = partial(self._attend, inner)
-        options[OVERRIDE] = self
-        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, RECORDER_KEY, self._stand_aside)
-
-    def __call__(self, func: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._attend(func if self.outer is None else partial(self.outer, func), *args, **kwargs)
-
-    def _attend(self, attend: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
-        observed = _block.get()
-        if observed is not None and self._way is not None:
-            call = read_call(attend, *args, **kwargs)
-            if self._way.misfit(call) is None:
-                name, errors = observed
-                with unplanned_memory():
-                    errors.setdefault(name, AttentionError()).offer(call.q, call.k, call.v, call.mask, call.scale)
-            del call  # who computes may free q, k and v
-        return attend(*args, **kwargs)
-
-    def _stand_aside(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wrap calls of the model: observe nothing where layers have chosen their attention, unless another pack's
-        override comes before their choices, as any override does."""
-        own = self.outer is None or (isinstance(self.outer, AttentionOverride) and self.outer.outer is None)
-        return call_beside_choices(self, self._choices if own else (), executor, args, kwargs)
+def _observed_attention(way: Way | None, attend: Attention, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Compute an attention call, and measure the error of INT8 attention, where a block runs that asks for it."""
+    observed = _block.get()
+    if observed is not None and way is not None:
+        call = read_call(attend, *args, **kwargs)
+        if way.misfit(call) is None:
+            name, errors = observed
+            with unplanned_memory():
+                errors.setdefault(name, AttentionError()).offer(call.q, call.k, call.v, call.mask, call.scale)
+        del call  # who computes may free q, k and v
+    return attend(*args, **kwargs)
 
 
 def disarmed(model: ModelPatcher) -> ModelPatcher:

@@ -16,6 +16,7 @@ from int8_dit.kernels.benchmark.methods import TICKS
 from int8_dit.kernels.card.choices import Choice
 from int8_dit.nodes import kernel_benchmark, sockets
 from int8_dit.nodes.apply_fused_int8_kernel import ApplyFusedINT8Kernel
+from int8_dit.nodes.attention.attention_override import set_attention
 from int8_dit.nodes.benchmark import run
 from int8_dit.nodes.benchmark.forward import AttentionSizes, attention_call, measure_forward
 from int8_dit.nodes.kernel_benchmark import INT8KernelBenchmark
@@ -24,6 +25,7 @@ from int8_dit.nodes.load_int8_dit import LoadINT8DiT
 from int8_dit.nodes.pictures import plot
 from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant
 from support.comfyui_today import today
+from support.file_formats import encoded
 
 CARD = torch.device("cuda", 0)
 
@@ -90,6 +92,22 @@ def test_linears_that_comfyui_calls_past_their_forward_are_timed(small, monkeypa
     assert sum(call.count for call in split.linears.values()) == len(linears)
     assert {name for name, count in calls.items() if count == 1} == {"blocks.0.ffn.2", "blocks.1.ffn.2"}
     assert not any("comfy_force_forward" in vars(linear) for linear in linears.values())
+
+
+@pytest.mark.parametrize("kind", (None, "auto"))
+def test_what_layers_chose_computes_while_a_forward_is_measured(small, preferred, monkeypatch, kind):
+    monkeypatch.setattr("int8_dit.nodes.attention.attention_kinds._chooses_exact", lambda device: True)
+    monkeypatch.setattr("int8_dit.nodes.benchmark.forward.fused_speedup", lambda *_: None)
+    model = small.wan()
+    config = encoded({"attention": "comfy_kitchen_int8"})
+    model.model.diffusion_model.blocks[1].self_attn.comfy_attention.load_state_dict({"config": config})
+    if kind is not None:
+        set_attention(model, kind)
+    small.output(model)
+    assert preferred
+    once, inputs = len(preferred), small.calibration(model)
+    measure_forward(model, inputs["positive"]["positive_0"], inputs["latent_image"])
+    assert len(preferred) == (1 + 7) * once
 
 
 def test_cancelling_stops_it(dit, interrupt_at):
