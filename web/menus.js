@@ -102,9 +102,10 @@ function takeInput(from, name, to, newName) {
   const input = from.inputs.find((one) => one.name === name);
   const place = to.inputs.findIndex((one) => one.name === newName);
   if (input?.link == null || place < 0) return;
-  Object.assign(to.graph.links.get(input.link), { target_id: to.id, target_slot: place });
-  to.inputs[place].link = input.link;
-  input.link = null;
+  const { origin_id, origin_slot, parentId } = to.graph.links.get(input.link);
+  const origin = to.graph.getNodeById(origin_id);
+  if (origin) origin.connect(origin_slot, to, place, parentId);
+  else to.graph.inputs[origin_slot].connect(to.inputs[place], to, parentId); // from outside of a subgraph
 }
 
 /** Where a new node has room: right of another, below or above it, and further down where nothing is free. */

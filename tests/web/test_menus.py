@@ -100,7 +100,7 @@ def test_one_undo_takes_it_back(page, renderer, words, kind):
 
 
 def test_a_gguf_loader_of_another_pack_is_replaced(page):
-    """With its file linked from elsewhere, and no offer of the kernel, which needs a native INT8 file."""
+    """With its file, and no offer of the kernel, which needs a native INT8 file."""
     add_nodes(page, {"save": ("SaveINT8DiT", {})}, [])
     page.evaluate(
         """() => {
@@ -124,6 +124,37 @@ def test_a_gguf_loader_of_another_pack_is_replaced(page):
     assert REPLACE in offered and ADD not in offered
     assert came_from(page, "SaveINT8DiT") == "LoadINT8DiT"
     assert prompt(page)[0]["LoadINT8DiT"]["model_name"] == "a.gguf"
+
+
+PRIMITIVE = """() => {
+    const loader = app.graph.nodes.find(({ type }) => type === "UNETLoader");
+    const primitive = LiteGraph.createNode("PrimitiveNode");
+    app.graph.add(primitive);
+    primitive.pos = [100, 600];
+    primitive.connect(0, loader, "unet_name");
+}"""
+PROMOTED = """() => {
+    const [loader] = app.canvas.graph.nodes;
+    loader.graph.addInput("unet_name", "COMBO").connect(loader.inputs.find(({ name }) => name === "unet_name"), loader);
+}"""
+
+
+@pytest.mark.parametrize("source", ("PrimitiveNode", "loads"))
+def test_the_file_still_comes_from_where_it_came(page, renderer, source):
+    """From a node, or from outside of a subgraph."""
+    add_nodes(page, NODES, LINKS)
+    for script in [PRIMITIVE] if source == "PrimitiveNode" else [OUTSIDE, PROMOTED]:
+        page.evaluate(script)
+    choose(page, "UNETLoader", REPLACE)
+    page.wait_for_function("app.canvas.graph.nodes.some(({ type }) => type === 'LoadINT8DiT')")
+    page.evaluate("app.canvas.setGraph(app.rootGraph)")
+    for _ in range(2):
+        chosen = """name => {
+            app.graph.nodes.find(({ title, type }) => [title, type].includes(name)).widgets[0].value = "other";
+        }"""
+        page.evaluate(chosen, source)
+        assert prompt(page)[0]["LoadINT8DiT"]["model_name"] == "other"
+        load(page, saved(page))
 
 
 def test_a_saved_file_is_in_the_loaders_at_once(page, server, renderer):
