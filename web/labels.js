@@ -30,9 +30,16 @@ export function labelGrown(node) {
   };
   node.onConfigure = function () {
     onConfigure?.apply(this, arguments);
+    joinGrown(this);
     label();
   };
   label();
+}
+
+/** Put grown slots behind the first of their group: a paste links by places, and a configured node has them last. */
+function joinGrown({ inputs }) {
+  const first = new Map(inputs.map(({ name }, place) => [name.split(".")[0], place]).reverse());
+  inputs.sort((one, other) => first.get(one.name.split(".")[0]) - first.get(other.name.split(".")[0]));
 }
 
 function labelSlots(node) {

@@ -2,8 +2,9 @@
 
 import pytest
 
-from support.frontend import add_nodes, load, open_frontend, saved
+from support.frontend import add_nodes, load, open_frontend, saved, settle
 from support.node_texts import read_texts
+from support.workflows_saved import BLUEPRINTS, read
 
 CHOICES = {
     "error budget": ("percent", "max error %", 3.0),
@@ -78,6 +79,43 @@ def test_growing_slots_have_numbers(page, renderer):
         page.get_by_text("positive 2", exact=True).wait_for()
     load(page, saved(page))
     assert slots(page) == ["positive 1", "positive 2"]
+
+
+LINKED = """nodes => nodes.filter(({ type }) => type === "QuantizeToINT8SmoothQuant").map((node) =>
+    Object.fromEntries(node.inputs.map(({ name }, slot) => [name, node.getInputNode(slot)?.title])
+        .filter(([, origin]) => origin)))"""
+
+
+def linked(page, nodes="app.graph.nodes"):
+    return page.evaluate(f"({LINKED})({nodes})")
+
+
+def test_a_copy_has_the_links_of_the_original(page, renderer):
+    """The frontend links it by the places of the inputs, and slots grow in the middle."""
+    sources = {"positive.positive_0": "CLIPTextEncode", "positive.positive_1": "CLIPTextEncode"}
+    sources |= {"negative": "CLIPTextEncode", "sampler": "KSamplerSelect", "latent_image": "EmptySD3LatentImage"}
+    nodes = {name: (kind, {}) for name, kind in sources.items()}
+    quantize = {"quantize": ("QuantizeToINT8SmoothQuant", {"protect": "number of layers"})}
+    add_nodes(page, nodes | quantize, [(name, 0, "quantize", name) for name in sources])
+    settle(page)
+    page.evaluate("app.canvas.selectItems(app.graph.nodes)")
+    page.evaluate("app.canvas.copyToClipboard()")
+    page.evaluate("app.canvas.pasteFromClipboard()")
+    for _ in range(2):
+        settle(page)
+        assert linked(page) == [{name: name for name in sources}] * 2
+        load(page, saved(page))
+
+
+def test_an_unpacked_blueprint_has_the_links_that_it_had(page):
+    (blueprint,) = (path for path in BLUEPRINTS if path.stem.startswith("Quantize"))
+    load(page, read(blueprint))
+    settle(page)
+    before = linked(page, "app.graph.nodes[0].subgraph.nodes")
+    assert len([name for name in before[0] if name.startswith("positive.")]) == 3
+    page.evaluate("app.graph.unpackSubgraph(app.graph.nodes[0])")
+    settle(page)
+    assert linked(page) == before
 
 
 def test_a_slot_keeps_the_name_that_the_user_gave_it(page):
