@@ -19,7 +19,7 @@ _NEEDED = {
         "LatentFormat.latent_dimensions LatentFormat.spacial_downscale_ratio LatentFormat.temporal_downscale_ratio"
     ),
     "comfy.lora": "calculate_shape calculate_weight",
-    "comfy.model_base": "BaseModel",
+    "comfy.model_base": "BaseModel ModelType",
     "comfy.model_detection": (
         "convert_diffusers_mmdit detect_unet_config(metadata) model_config_from_diffusers_unet "
         "model_config_from_unet(metadata) unet_prefix_from_state_dict"
