@@ -107,10 +107,10 @@ def show_whole(_: ModelPatcher, model: Any) -> None:
     model.get_key_patches = functools.partial(_key_patches, own)
 
 
-def _key_patches(model: Any, filter_prefix: str | None = None) -> dict[str, Any]:
+def _key_patches(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return a MODEL's weights and patches for a merge into another MODEL, which has no warning of folded weights."""
     warn_of_folded(model)
-    return model.__class__.get_key_patches(model, filter_prefix)
+    return model.__class__.get_key_patches(model, *args, **kwargs)
 
 
 def _pieces(model: ModelPatcher, key: str, form: Any) -> dict[str, torch.Tensor | PendingTensor]:

@@ -126,10 +126,11 @@ def build_model(
     if any(is_stored(getattr(module, "weight", None)) for module in diffusion_model.modules()):
         patch_products(model)
 
+    shapes = quantizable_shapes(model)
+
     def warn(patcher: ModelPatcher) -> None:
         advice = "Set kernel to 'fused int8' on the node that made the model, to use INT8 all the same."
         summary = _RUNS_IN.format(floats_name(patcher.model.get_dtype_inference()))
-        shapes = quantizable_shapes(patcher)
         notices.warn_of_fallback("bf16", patcher.load_device, plan.kernel, shapes, summary, advice)
 
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, CALLBACK_KEY, warn)

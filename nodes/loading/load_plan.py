@@ -45,7 +45,6 @@ class LoadPlan:
     kernel: str  # one of kernels.KERNEL_CHOICES: what INT8 linears compute with, decided for the device of each input
     compute_dtype: torch.dtype  # of everything that is not INT8
     make: Make  # what linears hold that are not INT8 in the state dict; its numbers are there after `wait`
-    # (N, K, whether ComfyUI's INT8 could compute it) -> whether an INT8 linear is held in `compute_dtype`.
     in_floats: InFloats = lambda n, k, native: False
     file: str = ""  # whose tensors these are; empty for those of another MODEL
     unexplained: Mapping[str, torch.dtype] = field(default_factory=dict)  # of its tensors that no weight has
