@@ -51,6 +51,8 @@ _SETTLING, _WINDOW = 500.0, 500.0  # milliseconds
 _BYTES_PER_WEIGHT = 8
 # A model of more weights keeps a CPU for minutes.
 _MOST_WEIGHTS_ON_CPU = 100e6
+_TORCHS_OWN = frozenset(vars(torch.nn.Module()))
+"""The attributes of every module: its tensors and modules, and its hooks."""
 
 
 class NoForward(Exception):
@@ -233,19 +235,24 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
 
     Weights are quantized plainly, per channel. Raises ValueError for one that is no float.
     """
-    # The linears' own weights are quantized from the original, and not copied first.
     linears: dict[str, Any] = quantizable_in(block, path)
-    memo: dict[int, Any] = {id(linear.weight): linear.weight for linear in linears.values()}
+    held = [linear.weight for linear in linears.values()]
+    if any(isinstance(weight, QuantizedTensor) or not weight.is_floating_point() for weight in held):
+        raise ValueError("the block is quantized already")
+    # The linears' own weights are quantized from the original, and not copied first. Of a module's attributes only
+    # tensors and modules are copied: dynamic VRAM's objects free the MODEL's memory when a copy of them goes.
+    memo: dict[int, Any] = {id(weight): weight for weight in held}
+    for module in block.modules():
+        others = (value for name, value in vars(module).items() if name not in _TORCHS_OWN)
+        memo |= {id(value): value for value in others if not isinstance(value, (torch.Tensor, torch.nn.Module))}
     copied = copy.deepcopy(block, memo)
     for name, linear in linears.items():
         weight = linear.weight
-        if isinstance(weight, QuantizedTensor) or not weight.is_floating_point():
-            raise ValueError("the block is quantized already")
         q, scale = quantize_weight(weight.to(device))
         form = get_layout_class(NATIVE_LAYOUT).Params(scale[:, None], weight.dtype, tuple(q.shape))
-        held = QuantizedTensor(q, NATIVE_LAYOUT, form)
+        quantized = QuantizedTensor(q, NATIVE_LAYOUT, form)
         replaced: Any = copied.get_submodule(name.removeprefix(path).removeprefix("."))
-        replaced.weight = torch.nn.Parameter(held, requires_grad=False)
+        replaced.weight = torch.nn.Parameter(quantized, requires_grad=False)
         replaced.__class__ = fused_class(type(replaced), "fused int8")
     return copied.to(device)
 
