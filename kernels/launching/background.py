@@ -146,6 +146,6 @@ def _run_logged(task: Callable[[], object]) -> None:
         logger.debug("INT8 DiT: work in the background failed", exc_info=True)
 
 
-# More threads make a load no shorter, nor do processes: compiling and loading wait for the same host.
-beside_loading = Background(max(1, min(4, (os.cpu_count() or 2) - 1)))
+# Twelve threads make a load no shorter, nor do processes: compiling and loading wait for the same host.
+beside_loading = Background(max(1, min(8, (os.cpu_count() or 2) - 1)))
 beside_calls = Background(1)
