@@ -131,11 +131,29 @@ def release() -> None:
     """Give back all memory of MODELs that nobody holds any more, and what was compiled for them."""
     import comfy.model_management
 
+    end_node()
     comfy.model_management.unload_all_models()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()
     comfy.model_management.soft_empty_cache()
+
+
+def end_node() -> None:
+    """Do what ComfyUI's executor does behind each node with dynamic VRAM: what a sampling's casts hold is given back.
+
+    Without it the last module that was cast keeps its MODEL's weights on the card, also after the MODEL is gone.
+    """
+    import comfy.memory_management
+    import comfy.model_management
+    import comfy.model_prefetch
+
+    if comfy.memory_management.aimdo_enabled:
+        import comfy_aimdo.model_vbar
+
+        comfy.model_management.reset_cast_buffers()
+        comfy.model_prefetch.cleanup_prefetch_queues()
+        comfy_aimdo.model_vbar.vbars_reset_watermark_limits()
 
 
 def synchronize(device: torch.device) -> None:

@@ -37,7 +37,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
-from studies.frame import Study, markdown, number, release
+from studies.frame import Study, end_node, markdown, number, release
 from support.pack import import_package, use_dynamic_vram
 from support.tensors import relative_error
 
@@ -163,6 +163,7 @@ def sample(models: list, family, steps: int, pixels: int) -> tuple[torch.Tensor,
 
     sampler = comfy.samplers.sampler_object("euler")
     latents = guider.sample(noise, empty, sampler, sigmas, callback=tick, disable_pbar=True, seed=3)
+    end_node()
     return latents.float().cpu(), [after - before for before, after in itertools.pairwise(ticks)]
 
 
