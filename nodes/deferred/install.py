@@ -41,15 +41,15 @@ def past_kernel(model: ModelPatcher) -> set[str]:
     return calls[0].__self__.past if calls else set()
 
 
-def deferring_class(own: Any) -> type:
-    """Return a subclass of a module's class, such as a text encoder's, whose forward defers work."""
+def deferring_class(own: Any, computes_on: torch.device) -> type:
+    """Return a subclass of a module's class, such as a text encoder's, whose forward defers work on a device."""
     calls = _Calls()
 
     class DeferringModule(own):
         def forward(self, *args, **kwargs):
             given = (*args, *kwargs.values())
-            # That of the inputs: weights may be offloaded, and come to them for each product.
-            device = next(value for value in (*given, *self.parameters()) if isinstance(value, torch.Tensor)).device
+            # Not that of the weights, which may be offloaded. A text encoder's inputs may be lists of tokens.
+            device = next((value.device for value in given if isinstance(value, torch.Tensor)), computes_on)
             return calls.run(self, partial(super().forward, *args, **kwargs), device, (*_form_of(given), *kwargs))
 
     for name in ("__name__", "__qualname__", "__module__"):

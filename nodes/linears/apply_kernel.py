@@ -72,7 +72,8 @@ def apply_to_text_encoder(clip: Any, kernel: str) -> Any:
     patched = _running_fused(encoder, names, kernel)
     for name in _outermost(encoder, names):
         patch = class_patch(patched, name)
-        patched.add_object_patch(patch, deferring_class(patched.get_model_object(patch)))
+        own = patched.get_model_object(patch)
+        patched.add_object_patch(patch, deferring_class(own, patched.load_device))
     # ComfyUI calls nothing back before each prompt, so the user hears it here.
     _warn(kernel, "Apply Fused INT8 Kernel (Text Encoder)", patched)
     clone = clip.clone()

@@ -303,7 +303,7 @@ def deferring(block, forward):
         def forward(self, x):
             return forward(self.block, x)
 
-    model = deferral.install.deferring_class(Model)()
+    model = deferral.install.deferring_class(Model, torch.device("cpu"))()
     return model, lambda x: Model.forward(model, x)
 
 
@@ -428,7 +428,7 @@ def test_a_model_with_a_defect_runs_as_its_own(block, monkeypatch, warned, consu
 
 
 def test_an_offloaded_text_encoder_is_fused_where_it_computes(monkeypatch):
-    """Its weights may be elsewhere, and come for each product."""
+    """Its weights may be elsewhere, and come for each product, and its tokens are lists."""
     devices = []
 
     class Encoder(torch.nn.Module):
@@ -439,12 +439,12 @@ def test_an_offloaded_text_encoder_is_fused_where_it_computes(monkeypatch):
         def forward(self, tokens, mask=None, *, embeds=None):
             return embeds
 
-    monkeypatch.setattr(deferral.install._Calls, "run", lambda self, root, call, device, _: devices.append(device.type))
-    encoder = deferral.install.deferring_class(Encoder)()
+    monkeypatch.setattr(deferral.install._Calls, "run", lambda self, root, call, device, _: devices.append(str(device)))
+    encoder = deferral.install.deferring_class(Encoder, torch.device("cuda", 1))()
     encoder(None, embeds=torch.zeros(2, 4))
     encoder(torch.zeros(1, 2, dtype=torch.long), None)
     encoder([[(1, 1.0)]])
-    assert devices == ["cpu", "cpu", "meta"]
+    assert devices == ["cpu", "cpu", "cuda:1"]
 
 
 @pytest.fixture
