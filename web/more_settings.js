@@ -23,8 +23,13 @@ export function hideRareWidgets(node) {
   const button = node.addWidget("button", BUTTON, null, () => toggle(), { serialize: false, canvasOnly: true });
   button.serialize = false;
 
+  // Newer frontends know where a widget is hidden. There `hidden` is everywhere, also in panels and in a subgraph.
+  const byPlace = groups.flat().every((widget) => "visibility" in widget);
+  for (const group of byPlace ? groups : []) {
+    for (const widget of group) hideOnCanvas(widget, () => !node.showAdvanced && isRare(group));
+  }
   const hide = (inVue = app.extensionManager.setting.get(VUE)) => {
-    const all = node.showAdvanced || inVue;
+    const all = node.showAdvanced || inVue || byPlace;
     for (const group of groups) for (const widget of group) widget.hidden = !all && isRare(group);
     button.label = translated(node.showAdvanced ? "fewer settings" : BUTTON);
   };
@@ -44,6 +49,18 @@ export function hideRareWidgets(node) {
   }
   refreshers.set(node, hide);
   hide();
+}
+
+/** Let the canvas leave a widget out while `isHidden` says so: no other place, and no copy of it in a subgraph. */
+function hideOnCanvas(widget, isHidden) {
+  const prototype = Object.getPrototypeOf(widget);
+  Object.defineProperty(widget, "visibility", {
+    configurable: true,
+    get() {
+      const own = Reflect.get(prototype, "visibility", widget);
+      return isHidden() ? { ...own, surfaces: { ...own.surfaces, canvas: "never" } } : own;
+    },
+  });
 }
 
 /** Nodes that are there when the user changes the renderer. */

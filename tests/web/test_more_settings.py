@@ -10,7 +10,7 @@ SHOWN = {"QuantizeToINT8SmoothQuant": 6, "LoadINT8DiT": 3, "INT8KernelBenchmark"
 MORE = "more settings"
 # The names of the widgets that are drawn, without the button. Newer frontends call one with a link hidden, too.
 CLASSIC = """() => app.graph.nodes.map((node) => node.widgets
-    .filter((widget) => !(widget._visibility?.suppression.byExtension ?? widget.hidden))
+    .filter((widget) => node.isWidgetRowVisible?.(widget) ?? node.isWidgetVisible(widget))
     .map(({ name }) => name).filter((name) => name !== "more settings"))"""
 VUE = """() => [...document.querySelectorAll("[data-node-id]")].map((node) =>
     [...node.querySelectorAll("[data-testid=node-widget]")].length)"""
@@ -52,7 +52,10 @@ def size(page):
 def test_no_gap_is_left(page):
     """Each widget that is drawn stands right below the one before it."""
     add(page, "QuantizeToINT8SmoothQuant")
-    tops = page.evaluate("() => app.graph.nodes[0].widgets.filter((widget) => !widget.hidden).map(({ y }) => y)")
+    tops = page.evaluate("""() => {
+        const [node] = app.graph.nodes;
+        return node.widgets.filter((widget) => node.isWidgetVisible(widget)).map(({ y }) => y);
+    }""")
     assert len({after - before for before, after in pairwise(tops)}) == 1
 
 
@@ -81,8 +84,22 @@ def test_the_vue_renderer_shows_as_few(page):
 
 def test_a_node_that_is_there_when_the_renderer_changes(page):
     add(page, "LoadINT8DiT")
-    hidden = "() => app.graph.nodes[0].widgets.filter((widget) => widget.hidden).length"
-    assert page.evaluate(hidden) == 3
-    for vue, count in ((True, 0), (False, 3)):
-        set_setting(page, "Comfy.VueNodes.Enabled", vue)
-        page.wait_for_function(f"count => ({hidden})() === count", arg=count)
+    hidden = "() => app.graph.nodes[0].widgets.some((widget) => widget.hidden)"
+    set_setting(page, "Comfy.VueNodes.Enabled", True)
+    page.wait_for_function(f"!({hidden})()")
+    set_setting(page, "Comfy.VueNodes.Enabled", False)
+    page.wait_for_function(f"count => ({CLASSIC})()[0].length === count", arg=SHOWN["LoadINT8DiT"])
+
+
+def test_a_rare_widget_that_is_promoted_is_seen_on_the_subgraph(page):
+    add(page, "QuantizeToINT8SmoothQuant")
+    page.evaluate("""() => {
+        const { node } = app.graph.convertToSubgraph(new Set([app.graph.nodes[0]]));
+        const [inner] = node.subgraph.nodes;
+        const slot = inner.inputs.find(({ name }) => name === "alpha");
+        node.subgraph.addInput("alpha", slot.type).connect(slot, inner);
+    }""")
+    settle(page)
+    assert "alpha" in drawn(page)
+    load(page, saved(page))
+    assert "alpha" in drawn(page)
