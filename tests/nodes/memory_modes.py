@@ -5,6 +5,7 @@ Run as a script with ComfyUI's folder as its argument: the mode is chosen for a 
 run on the CPU. The steps are those of a user: quantize, save, load, sample, with and without a LoRA.
 """
 
+import gc
 import json
 import sys
 import tempfile
@@ -38,6 +39,7 @@ import_pack()
 import int8_dit.kernels.linear.gemm as gemm
 import int8_dit.nodes.deferred.mode as mode
 import int8_dit.nodes.loading.memory_choice as memory_choice
+from int8_dit.nodes.benchmark.forward import measure_forward
 from int8_dit.nodes.comfyui.lazy_tensors import lazy_pieces
 from support import glyph_dit as dit
 
@@ -96,8 +98,19 @@ def run() -> dict:
         report["bf16"]["error"] = relative_error(bf16, original)
         report["stored"] = {kind: run_stored(Path(folder), kind) for kind in ("W6A8", "Q8_0")}
         report |= run_applied(Path(folder), original_lora)
+        report["benchmarked_equal"] = is_equal_after_a_benchmark(base, original)
+        report["benchmarked_equal"] &= is_equal_after_a_benchmark(loaded, int8)
         comfy.model_management.unload_all_models()
     return report
+
+
+def is_equal_after_a_benchmark(model, latent: torch.Tensor) -> bool:
+    """Whether a MODEL computes this, in memory of its own, after Kernel Benchmark measured a forward of it."""
+    inputs = dit.calibration(model, TEXT, STEPS, seed=5)
+    (positive,) = inputs["positive"].values()
+    measure_forward(model, positive, inputs["latent_image"])
+    gc.collect()
+    return torch.equal(sample(model)[0], latent) and model.loaded_size() <= 2 * model.model_size()
 
 
 def run_stored(folder: Path, kind: str) -> dict:
