@@ -22,6 +22,8 @@ class LazyTensor(torch.Tensor):
         return lazy
 
     compute: Callable[[], torch.Tensor]
+    # Called with a tensor that should get the numbers, and why they could not be computed.
+    left_unfilled: Callable[[torch.Tensor, Exception], None] = staticmethod(lambda copy, error: None)
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -44,7 +46,12 @@ class LazyTensor(torch.Tensor):
             with torch.inference_mode(False):  # so are views
                 return computed.to("cpu", copy=True)
 
-        args, kwargs = tree_map_only(LazyTensor, numbers, (args, kwargs))
+        try:
+            args, kwargs = tree_map_only(LazyTensor, numbers, (args, kwargs))
+        except Exception as error:
+            if name == "aten::copy_":
+                cls.left_unfilled(args[0], error)
+            raise
         if name == "aten::copy_" and args[0].device.type == "cpu":
             return args[0].copy_(args[1])  # who reads the host's memory next does not wait for a stream
         return function(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import comfy.memory_management
 import torch
@@ -32,3 +33,19 @@ def read_into(copy: torch.Tensor, x: torch.Tensor) -> bool:
     if read is None or not copy.is_cuda:
         return False
     return read(x, copy, stream=torch.cuda.current_stream(copy.device))
+
+
+class _Unfilled:
+    """What ComfyUI takes for a place in a file. It raises an error wherever that place is asked for."""
+
+    def __init__(self, error: Exception) -> None:
+        self._kind, self._said = type(error), error.args  # a traceback would keep tensors
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._kind(*self._said)
+
+
+def refuse_reads_of(copy: torch.Tensor, error: Exception) -> None:
+    """Let ComfyUI raise an error again where it reads pinned memory that was left without numbers: it takes what it
+    has pinned for the weight, also after an error."""
+    setattr(copy.untyped_storage(), _SLICE, _Unfilled(error))

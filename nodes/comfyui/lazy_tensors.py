@@ -14,6 +14,9 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import LazyTensor
+from .file_slices import refuse_reads_of
+
+LazyTensor.left_unfilled = staticmethod(refuse_reads_of)
 
 
 def are_copied(device: torch.device) -> bool:

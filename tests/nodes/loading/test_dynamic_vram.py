@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from int8_dit.nodes.comfyui.lazy_tensors import are_copied, lazy_pieces
 from int8_dit.nodes.files.holding import is_gguf
 from int8_dit.nodes.linears.fused_forward import INT8Linear
-from int8_dit.nodes.loading import memory_choice, operations
+from int8_dit.nodes.loading import lazy_weights, memory_choice, operations
 from int8_dit.nodes.quantization.recorder import Recording, armed
 from support.dynamic_vram import CARD, imitate_dynamic_vram
 
@@ -101,6 +101,28 @@ def test_it_is_saved_as_without(dit, both, tmp_path):
     else:
         files = [load_file(path) for path in (saved, tmp_path / "expected.safetensors")]
         dit.assert_same_tensors(*({key: tensor.float() for key, tensor in file.items()} for file in files))
+
+
+def test_memory_that_was_pinned_and_not_filled_is_no_weight(dit, request, tmp_path, monkeypatch):
+    """ComfyUI pins first. What it has pinned it reads in place of the weight, after an error too."""
+    path = dit.write_as(tmp_path, "Q8_0")
+    expected = dit.output(dit.load(path))
+    request.getfixturevalue("card")
+    own, moved = lazy_weights.to_device, []
+
+    def out_of_memory_once(*given):
+        moved.append(1)
+        if len(moved) == 9:
+            raise torch.OutOfMemoryError("no room")
+        return own(*given)
+
+    monkeypatch.setattr(lazy_weights, "to_device", out_of_memory_once)
+    model = dit.load(path)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            dit.output(model)
+    comfy.model_management.unload_all_models()  # as ComfyUI does after such an error
+    assert torch.equal(dit.output(model), expected)
 
 
 @pytest.mark.parametrize("kind", ("floats", "FP8"))
