@@ -240,11 +240,12 @@ def int8_copy(block: torch.nn.Module, path: str, device: torch.device) -> torch.
     if any(isinstance(weight, QuantizedTensor) or not weight.is_floating_point() for weight in held):
         raise ValueError("the block is quantized already")
     # The linears' own weights are quantized from the original, and not copied first. Of a module's attributes only
-    # tensors and modules are copied: dynamic VRAM's objects free the MODEL's memory when a copy of them goes.
+    # parameters and modules are copied: dynamic VRAM's objects free the MODEL's memory when a copy of them goes, and
+    # its tensors lie in memory of the card that may be taken from them.
     memo: dict[int, Any] = {id(weight): weight for weight in held}
     for module in block.modules():
         others = (value for name, value in vars(module).items() if name not in _TORCHS_OWN)
-        memo |= {id(value): value for value in others if not isinstance(value, (torch.Tensor, torch.nn.Module))}
+        memo |= {id(value): value for value in others if not isinstance(value, (torch.nn.Parameter, torch.nn.Module))}
     copied = copy.deepcopy(block, memo)
     for name, linear in linears.items():
         weight = linear.weight

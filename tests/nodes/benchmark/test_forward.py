@@ -19,11 +19,20 @@ class Memory:
         Memory.freed += 1
 
 
+class Evicted(torch.Tensor):
+    """As what dynamic VRAM has taken from the card: to read it ends the process."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} reads it")
+
+
 def block_of(model):
     """A MODEL's first block, after dynamic VRAM put its objects into each module."""
     block = model.model.diffusion_model.blocks[0]
     for module in block.modules():
         module._v = (Memory(), 0, 512)
+        module._v_weight = torch.ones(4).as_subclass(Evicted)
         module._pins = {"weights": {"entry": [0, module, Memory()]}}
     vars(block)["named_past_torch"] = block.ffn
     return block
