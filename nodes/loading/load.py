@@ -1,6 +1,7 @@
 """MODELs whose linears run INT8, built by ComfyUI's own loader: out of a diffusion model file, or of another MODEL."""
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -13,10 +14,11 @@ from comfy.model_base import BaseModel, ModelType
 from comfy.model_detection import model_config_from_unet, unet_prefix_from_state_dict
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
+from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import BF16, choose_path
 from ..comfyui.lazy_tensors import are_copied, whole_state_dict
-from ..comfyui.patcher import CALLBACK_KEY, let_patches_act
+from ..comfyui.patcher import CALLBACK_KEY, DIFFUSION_MODEL, let_patches_act
 from ..deferred.install import defer
 from ..files.errors import naming_file
 from ..files.holding import held_codes, is_grouped, is_stored, with_joined_codes
@@ -224,12 +226,19 @@ def build_like(
     return built
 
 
-def rebuild_int8_model(model: BaseModel, kernel: str, disable_dynamic: bool = False) -> ModelPatcher:
-    """Return a second MODEL with weights of its own, equal to those of a BaseModel of this pack (multi-GPU)."""
+def rebuild_int8_model(
+    model: BaseModel, kernel: str, backup: Mapping[str, Any] = {}, disable_dynamic: bool = False
+) -> ModelPatcher:
+    """Return a second MODEL with weights of its own, equal to those of a BaseModel of this pack (multi-GPU). `backup`
+    is its MODELs': what the weights were that hold patches now."""
     held = whole_state_dict(model.diffusion_model)
+    for key, (weight, *_) in backup.items():
+        if key.startswith(DIFFUSION_MODEL):
+            name = key.removeprefix(DIFFUSION_MODEL)
+            held |= weight.state_dict(name) if isinstance(weight, QuantizedTensor) else {name: weight}
     tensors = {key: tensor.to(device="cpu", copy=True) for key, tensor in held.items()}
     dtype = model.get_dtype_inference()
     plan = LoadPlan(kernel, dtype, lambda name, weight, _: held_codes(weight, dtype) if is_grouped(weight) else None)
     rebuilt = build_like(model, with_joined_codes(tensors), plan, disable_dynamic)
-    rebuilt.cached_patcher_init = (rebuild_int8_model, (model, kernel))
+    rebuilt.cached_patcher_init = (rebuild_int8_model, (model, kernel, backup))
     return rebuilt

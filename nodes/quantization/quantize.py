@@ -261,7 +261,7 @@ def _with_quantized_layers(
     clone = clone_around(model, built)
     clone.remove_attachments(CHOICE_KEY)  # of the weights before
     defer(clone)
-    clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel))
+    clone.cached_patcher_init = (rebuild_int8_model, (clone.model, kernel, clone.backup))
     return copy_to_other_gpus(clone)
 
 

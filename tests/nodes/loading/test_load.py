@@ -183,6 +183,20 @@ def test_built_again_for_another_gpu_and_without_dynamic_vram(dit, make):
         assert torch.equal(dit.output(other), dit.output(model))
 
 
+@pytest.mark.usefixtures("all_may_stay_stored")
+@pytest.mark.parametrize("kind", ("quantized", "in 4 bits"))
+def test_built_again_while_its_weights_hold_patches(dit, kind):
+    """As those that ComfyUI puts onto the card at once, with dynamic VRAM."""
+    model = BUILT[kind](dit)
+    expected, kinds = dit.output(model), dit.snapshot(model)
+    layers = [name for name in dit.LINEARS if f"{name}.comfy_quant" in kinds][:2]
+    assert not torch.equal(dit.output(dit.with_lora(model, dit.lora([*layers, "final_layer.linear"]))), expected)
+    build, arguments = model.cached_patcher_init
+    rebuilt = build(*arguments)
+    dit.assert_same_tensors(dit.snapshot(rebuilt), kinds)
+    assert torch.equal(dit.output(rebuilt), expected)
+
+
 @pytest.mark.parametrize("dtype", (torch.int8, torch.bfloat16, torch.float32, torch.float8_e4m3fn))
 @pytest.mark.parametrize("shape", ((), (0, 4), (5, 7), (64, 16), (3, 5, 41)))
 def test_a_copy_through_buffers(dtype, shape):
