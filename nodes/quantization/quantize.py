@@ -285,7 +285,9 @@ def _state_dict_with_placeholders(model: ModelPatcher, targets: set[str]) -> dic
         if f"{layer}.weight" in targets | floats and tensor_name != "bias":
             continue  # the weight, and what belongs to its quantized form
         if key in changed:
-            tensor = patched_weight(model, key).to(tensor.dtype)
+            # Raw FP8, which the new layers are not, would lose a LoRA.
+            dtype = tensor.dtype if tensor.dtype.itemsize > 1 else model.model.get_dtype_inference()
+            tensor = patched_weight(model, key).to(dtype)
         # A copy, because a loader may adopt the tensors it is given, and these belong to the original model.
         state_dict[key] = tensor.to(device="cpu", copy=True)
     state_dict |= {key: torch.empty(below[key].shape, dtype=below[key].dtype, device="meta") for key in targets}

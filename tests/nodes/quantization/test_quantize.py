@@ -259,6 +259,15 @@ def test_a_lora_is_baked_in(dit, model, tmp_path, loaded):
         torch.testing.assert_close(dit.module(quantized, layer).weight, dit.module(merged, layer).weight)
 
 
+def test_a_lora_on_raw_fp8_that_stays_in_floats_is_not_rounded_away(dit):
+    """FP8 of `weight_dtype` has steps of 6 % and more, and most of a small LoRA is less than half of one."""
+    layer = "joint_blocks.0.x_block.adaLN_modulation.1"
+    fp8 = comfy.sd.load_diffusion_model(str(dit.FILE), model_options={"dtype": torch.float8_e4m3fn})
+    before, lora = dit.module(fp8, layer).weight.float(), dit.lora([layer], 0.02)
+    after = dit.module(dit.quantize(dit.with_lora(fp8, lora)), layer).weight
+    assert dit.relative_error(after - before, dit.delta(lora, layer)) < 1e-3
+
+
 def test_what_is_attached_for_sampling_survives(dit, model):
     calls = []
 
