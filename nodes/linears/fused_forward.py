@@ -41,9 +41,14 @@ def _operands(
     return (known if known is not None and known.form.kind is form.kind else form).operands(weight, lora)
 
 
-def needs_gradient(input: torch.Tensor) -> bool:
-    """Whether a product needs a gradient, which INT8 has not."""
-    return input.requires_grad and torch.is_grad_enabled()
+def needs_gradient(layer: Any, input: torch.Tensor) -> bool:
+    """Whether a product may need a gradient, which INT8 has not: of its input, of its bias, or of what changes its
+    weight, such as a LoRA in training."""
+    if not torch.is_grad_enabled():
+        return False
+    bias = layer._parameters["bias"]
+    changed = layer.weight_function or layer.bias_function or (bias is not None and bias.requires_grad)
+    return input.requires_grad or bool(changed)
 
 
 class INT8Linear:
@@ -73,7 +78,7 @@ class INT8Linear:
 
     def _called(self, x: Any, args: Any, kwargs: Any) -> torch.Tensor:
         form, known = known_weight(self)
-        if not self._fuses(form, x.device) or needs_gradient(x):
+        if not self._fuses(form, x.device) or needs_gradient(self, x):
             return self.unfused(form, values_of(x), values_of(args), values_of(kwargs))
         comfy.ops.run_every_op()
         if isinstance(x, QuantizedTensor):
@@ -164,7 +169,7 @@ class INT8Linear:
 
     def _forward(self, input: Any, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute ComfyUI's product with a weight and bias that it has cast, such as for several parts of an input."""
-        form = None if isinstance(input, QuantizedTensor) or needs_gradient(input) else weight_form(weight, self)
+        form = None if isinstance(input, QuantizedTensor) or needs_gradient(self, input) else weight_form(weight, self)
         if form is None or not self._fuses(form, input.device):
             own: Any = super()
             return own._forward(input, weight, bias)

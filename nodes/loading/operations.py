@@ -135,7 +135,7 @@ def int8_operations(plan: LoadPlan) -> type:
                     if isinstance(x, QuantizedTensor):
                         x = x.dequantize()
                     path = int8_path(x.device, kernel, self.out_features, self.in_features, form.native)
-                    native = path == NATIVE and not needs_gradient(x)
+                    native = path == NATIVE and not needs_gradient(self, x)
                     product = partial(native_forward, self) if native else self.forward_comfy_cast_weights
                 elif getattr(self, "pre_quant_scale", None) is None and _is_resident(self, x):
                     product = partial(F.linear, weight=self.weight, bias=self.bias)

@@ -264,6 +264,16 @@ def test_a_gradient_passes(make):
     assert x.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("function", ("weight_function", "bias_function"))
+@pytest.mark.parametrize("kind", ("INT8", "smoothed", "applied", "GGUF as stored"))
+def test_a_gradient_reaches_what_changes_the_weight(make, kind, function):
+    """A LoRA in training, of a linear whose input needs none, such as the first ones of a prompt."""
+    linear, trained = make(kind), torch.zeros(linears.N, 1, requires_grad=True)
+    setattr(linear, function, [lambda tensor: tensor + trained.view(-1, *[1] * (tensor.ndim - 1))])
+    linear(linears.ASKED["nothing"].input()).sum().backward()
+    assert trained.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("asked", ("gelu_tanh", "swiglu", "rms_norm", "all"))
 @pytest.mark.parametrize("kind", ("INT8", "protected", "protected, cast"))
 def test_a_calibration_sees_what_is_multiplied(make, kind, asked):
