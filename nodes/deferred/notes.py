@@ -136,10 +136,12 @@ class _Seen(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        forward = tracking.forward
+        forward, kwargs = tracking.forward, kwargs or {}
         if forward is not None:
-            return forward.called(func, types, args, kwargs or {})
-        return called_on_values(func, args, kwargs or {})
+            return forward.called(func, types, args, kwargs)
+        result = called_on_values(func, args, kwargs)
+        forget_form((*args, *kwargs.values()))
+        return result
 
     def _plain(self) -> torch.Tensor:
         with hidden_calls():

@@ -656,11 +656,15 @@ RESHAPED = {
 }
 
 
+@pytest.mark.parametrize("outlives", (False, True))
 @pytest.mark.parametrize("write", RESHAPED.values(), ids=RESHAPED)
-def test_a_tensor_that_is_written_into_says_what_it_is_then(write):
+def test_a_tensor_that_is_written_into_says_what_it_is_then(write, outlives):
     x = forwards.randn(2, 12, 64)
-    with torch.no_grad(), deferral.mode.Deferring() as mode:
+    with torch.no_grad(), contextlib.ExitStack() as forward:
+        mode = forward.enter_context(deferral.mode.Deferring())
         tracked, plain = mode.tracked(x.clone()), x.clone()
+        if outlives:  # as a model keeps it for its next step
+            forward.close()
         assert type(tracked) is deferral.notes.Tracked and tracked.shape == plain.shape
         for tensor in (tracked, plain):
             write(tensor)
