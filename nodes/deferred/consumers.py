@@ -22,7 +22,7 @@ def _rows(x: Any, key: tuple, form: tuple) -> Quantized | None:
     if type(x) is not Deferred or x.note.computed is not None:
         return Normed(values_of(x)).quantize(*form)
     note = x.note
-    found: Any = None if note.quantized is None else note.quantized.get(key)
+    found: Any = note.quantized.get(key) if note.quantized is not None and note.is_here() else None
     if found is not None:
         return found
     operand: Any = note.taken(Normed, Activated, Joined)

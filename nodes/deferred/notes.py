@@ -40,7 +40,7 @@ class Note:
         # Compares the operand's value with `expected`, the plain one, when it is taken; None where nothing is.
         self.check: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self.expected: torch.Tensor | None = None
-        self._stream = _current_stream(self.device.index) if self.device.type == "cuda" else 0
+        self._stream = _current_stream(self.device.index) if self.device.type == "cuda" else None
 
     def value(self) -> torch.Tensor:
         """Return the value. The first call computes it as the model does, on the stream of the model's call."""
@@ -48,9 +48,10 @@ class Note:
             return self.computed
         if self.expected is not None and not self.is_view:
             return self.resolve(self.expected)
-        if self._is_here():
+        if self.is_here():
             return self.resolve(self._called(Note.value))
-        now, its = torch.cuda.current_stream(self.device), torch.cuda.ExternalStream(self._stream, self.device)
+        now, number = torch.cuda.current_stream(self.device), self._stream
+        its = torch.cuda.ExternalStream(number, self.device) if number else torch.cuda.default_stream(self.device)
         with torch.cuda.stream(its):
             value = self._called(Note.value)
         now.wait_stream(its)
@@ -74,14 +75,14 @@ class Note:
         with hidden_calls():
             return self._call(*[values_of(argument, read) for argument in self._args], **self._kwargs)
 
-    def _is_here(self) -> bool:
+    def is_here(self) -> bool:
         """Whether the current stream is the note's."""
-        return not self._stream or self._stream == _current_stream(self.device.index)
+        return self._stream is None or self._stream == _current_stream(self.device.index)
 
     def taken(self, *kinds: type) -> Any:
         """Return the operand if it is of these kinds; None if not, if the value is computed, or on another stream."""
         operand = self.operand
-        if type(operand) not in kinds or not self._is_here():
+        if type(operand) not in kinds or not self.is_here():
             return None
         if self.check is not None:
             own = operand.value()
@@ -113,7 +114,7 @@ class Note:
     def written(self) -> None:
         """Compute the value, or copy its inputs: either is written into next."""
         operand: Any = self.operand
-        if self.quantized and not (self.viewed or self.is_view) and hasattr(operand, "copied"):
+        if self.quantized and self.is_here() and not (self.viewed or self.is_view) and hasattr(operand, "copied"):
             # A linear took it, and perhaps nobody reads it again: copying the inputs takes less than the value.
             self.operand = operand.copied()
             self._call, self._kwargs = (lambda operand, dtype: operand.value().to(dtype)), {}

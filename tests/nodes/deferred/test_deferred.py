@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from comfy.ldm.modules.attention import optimized_attention_masked
 from comfy.quant_ops import ck
 
+from int8_dit.kernels import Norm
 from int8_dit.nodes import deferred as deferral
 from int8_dit.nodes.attention.attention_kinds import AttentionKind, Way
 from int8_dit.nodes.attention.attention_override import AttentionOverride
@@ -672,6 +673,20 @@ def test_a_tensor_that_is_written_into_says_what_it_is_then(write, outlives):
             assert getattr(tracked, ask) == getattr(plain, ask)
         for ask in ("size", "dim", "numel", "get_device", "is_floating_point", "__len__"):
             assert getattr(tracked, ask)() == getattr(plain, ask)()
+
+
+@pytest.mark.parametrize("own, other", ((0, 7), (7, 0), (7, 8)))
+def test_another_stream_takes_nothing(monkeypatch, own, other):
+    """Neither what waits nor rows that were quantized: what waits for one stream need not have waited for another."""
+    streams, x = [own], forwards.randn(2, 12, 64)
+    monkeypatch.setattr(deferral.notes, "_current_stream", lambda index: streams[-1])
+    operand = deferral.operands.Normed(x, Norm("rms", 1e-6))
+    note = deferral.notes.Note((x.shape, x.dtype, torch.device("cuda", 0)), operand, (abs, (x,), {}), None, False)
+    note.quantized = {(): "rows"}
+    waiting = deferral.notes.deferred(note)
+    for stream, taken in ((other, (None, None)), (own, (operand, "rows"))):
+        streams.append(stream)
+        assert (note.taken(deferral.operands.Normed), deferral.consumers._rows(waiting, (), ())) == taken
 
 
 @pytest.mark.parametrize("rate, enough", ((936e9, 1_989_000), (360e9, 765_000), (4917e9, 10_448_640)))
