@@ -57,10 +57,11 @@ def _linears_in(part: torch.nn.Module, path: str) -> dict[str, CastWeightBiasOp]
     return {
         name: module
         for name, module in part.named_modules(prefix=path)
-        # ComfyUI's mixed-precision Linear is no torch.nn.Linear; what else has input features and a weight (a bank of
-        # experts) is excluded by the weight's shape.
+        # ComfyUI's mixed-precision Linear is no torch.nn.Linear. A bank of experts has input features, too, and a newer
+        # ComfyUI holds one in INT8 as the rows of all experts, with two axes.
         if isinstance(module, CastWeightBiasOp)
         and hasattr(module, "in_features")
+        and not hasattr(module, "num_experts")
         and getattr(module.weight, "ndim", None) == 2
     }
 

@@ -3,10 +3,13 @@
 import re
 from itertools import product
 
+import comfy.ops
 import pytest
 import torch
+from comfy.quant_ops import QuantizedTensor
 
-from int8_dit.nodes.linears.layer_selection import is_quantizable
+from int8_dit.nodes.comfyui.quantized import NATIVE_LAYOUT
+from int8_dit.nodes.linears.layer_selection import is_quantizable, quantizable_in
 from support.architectures import ARCHITECTURES
 
 FLUX = "double_blocks.#.{img,txt}_{attn.qkv,attn.proj,mlp.0,mlp.2} single_blocks.#.linear{1,2}"
@@ -101,3 +104,13 @@ def test_attention_and_mlp_of_the_blocks(small, name):
 )
 def test_names_and_sizes_at_the_edges(name, shape, expected):
     assert is_quantizable(name, shape) is expected
+
+
+@pytest.mark.parametrize("shape", ((4, 96, 128), (4 * 96, 128)), ids=("an axis of experts", "their rows"))
+def test_a_bank_of_experts_is_no_linear(shape):
+    operations = comfy.ops.mixed_precision_ops(compute_dtype=torch.float32)
+    bank, linear = operations.MoEExperts(4, 128, 96, dtype=torch.float32), operations.Linear(128, 96)
+    weight = torch.ones(shape)
+    bank.weight = weight if len(shape) == 3 else QuantizedTensor.from_float(weight, NATIVE_LAYOUT)
+    linear.weight = torch.nn.Parameter(torch.ones(96, 128))
+    assert list(quantizable_in(torch.nn.ModuleDict({"0": torch.nn.ModuleList([bank, linear])}))) == ["0.1"]
