@@ -1,13 +1,13 @@
 """Tensors in a file as ComfyUI reads them with dynamic VRAM: past the file's mapping, and straight onto the card."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import comfy.memory_management
 import torch
 
-_SLICE = "_comfy_tensor_file_slice"
+_SLICE, _SOURCE = "_comfy_tensor_file_slice", "_comfy_source_path"
 
 
 def slices_of(path: str) -> Callable[[torch.Tensor, int], None]:
@@ -49,3 +49,11 @@ def refuse_reads_of(copy: torch.Tensor, error: Exception) -> None:
     """Let ComfyUI raise an error again where it reads pinned memory that was left without numbers: it takes what it
     has pinned for the weight, also after an error."""
     setattr(copy.untyped_storage(), _SLICE, _Unfilled(error))
+
+
+def forget_source(tensors: Iterable[torch.Tensor]) -> None:
+    """Let ComfyUI not know which file tensors were read from: it would hold what is made of them unpinned where the
+    disk is fast, as if it could read it there again."""
+    for tensor in tensors:
+        if hasattr(storage := tensor.untyped_storage(), _SOURCE):
+            delattr(storage, _SOURCE)

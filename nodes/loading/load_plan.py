@@ -19,6 +19,7 @@ from ...kernels import (
     quantize_weight,
     runs_fused,
 )
+from ..comfyui.file_slices import forget_source
 from ..comfyui.quantized import HostCopies, stored, to_device
 from ..files import quant_config
 from ..files.holding import can_stay, channel_scale, grouped_codes, is_gguf, is_grouped, plain_floats, stored_kind
@@ -161,6 +162,8 @@ def checkpoint_plan(
 
     weights = {key: t for key, t in tensors.items() if key.endswith(".weight")}
     ways = {key: way for key, weight in weights.items() if (way := planned(key.removesuffix(".weight"), weight))}
+    if not all(as_stored and can_be_stored(weights[key]) for key in ways):
+        forget_source(tensors.values())
     for key in [key for key, weight in weights.items() if lazy and key not in ways and can_stay(weight)]:
         tensors[key] = lazy_floats(checkpoint.name, key, tensors[key], device, compute_dtype)
     others = [key for key, tensor in tensors.items() if is_gguf(tensor) and key not in ways]

@@ -16,7 +16,9 @@ import comfy.ldm.minimax.model
 import comfy.ldm.wan.model
 import comfy.ops
 import comfy.rmsnorm
+import comfy.sd
 import comfy.text_encoders.llama
+import comfy.utils
 import comfy_kitchen
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -162,6 +164,31 @@ def _clone(own: Callable[..., ModelPatcher]) -> Callable[..., ModelPatcher]:
     return clone
 
 
+def _load_torch_file(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def load_torch_file(path: str, *args: Any, **kwargs: Any) -> Any:
+        read = own(path, *args, **kwargs)
+        for tensor in (read[0] if isinstance(read, tuple) else read).values():
+            tensor.untyped_storage()._comfy_source_path = path
+        return read
+
+    return load_torch_file
+
+
+def _load_diffusion_model(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Where all disks are fast."""
+
+    @functools.wraps(own)
+    def load(state_dict: dict, *args: Any, **kwargs: Any) -> Any:
+        of_file = any(hasattr(tensor.untyped_storage(), "_comfy_source_path") for tensor in state_dict.values())
+        model = own(state_dict, *args, **kwargs)
+        if model is not None:
+            model.fast_disk = of_file
+        return model
+
+    return load
+
+
 def _with_linears_that_take_arguments() -> Iterator[Put]:
     ops, llama = comfy.ops, comfy.text_encoders.llama
     yield Put(ops, "linear_input_act", None)
@@ -207,3 +234,6 @@ def puts(interface: str) -> Iterator[Put]:
     yield from INTERFACES[interface]()
     yield Put(ModelPatcher, "__init__", _patcher_init(ModelPatcher.__init__))
     yield Put(ModelPatcher, "clone", _clone(ModelPatcher.clone))
+    yield Put(comfy.utils, "load_torch_file", _load_torch_file(comfy.utils.load_torch_file))
+    load = comfy.sd.load_diffusion_model_state_dict
+    yield Put(comfy.sd, "load_diffusion_model_state_dict", _load_diffusion_model(load))

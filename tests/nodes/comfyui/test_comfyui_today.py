@@ -5,6 +5,8 @@ import pytest
 
 from int8_dit.nodes.comfyui import assumptions
 from int8_dit.nodes.linears.apply_kernel import apply_fused_kernel
+from int8_dit.nodes.loading import memory_choice
+from int8_dit.nodes.loading.memory_choice import AS_STORED, INT8
 
 
 def test_a_rebuilt_model_does_not_lie_on_the_disk_of_the_other(of_today, dit):
@@ -15,6 +17,15 @@ def test_a_rebuilt_model_does_not_lie_on_the_disk_of_the_other(of_today, dit):
     native = dit.quantize(dit.stock())
     native.fast_disk = True
     assert apply_fused_kernel(native, "fused int8").fast_disk
+
+
+@pytest.mark.parametrize(
+    "kind, memory, fast",
+    (("bf16", INT8, False), ("native", INT8, True), ("W4A8", INT8, False), ("W4A8", AS_STORED, True)),
+)
+def test_weights_that_are_made_lie_on_no_disk(of_today, dit, tmp_path, monkeypatch, kind, memory, fast):
+    monkeypatch.setattr(memory_choice, "SMALLEST_STORED", 0)  # the glyph model's layers are small
+    assert dit.load(dit.write_as(tmp_path, kind), memory=memory).fast_disk is fast
 
 
 @pytest.fixture
