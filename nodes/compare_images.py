@@ -79,6 +79,7 @@ class CompareImagesINT8DiT(io.ComfyNode):
         worst = min(range(len(references)), key=lambda place: results["image"][place].psnr)
         # The node's details lay the two over each other.
         pair = torch.stack([references[worst].cpu(), candidates["image"][worst].cpu()])
+        pair = pair.expand(*pair.shape[:-1], max(3, pair.shape[-1]))  # PreviewImage writes none of one channel
         details = {"number": worst + 1, "files": ui.PreviewImage(pair).as_dict()["images"]}
         text = "\n\n".join([table["title"], markdown(table["columns"], table["rows"]), *table["notes"]])
         return io.NodeOutput(differences, text, ui={"int8_benchmark": [table], "int8_image_pair": [details]})

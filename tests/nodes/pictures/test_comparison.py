@@ -186,16 +186,18 @@ def test_pairs_with_one_identical_image_are_counted(image, other, verdict):
     assert table_of(image=image, other=other)["title"] == verdict
 
 
-def test_the_pictures_have_the_form_of_the_inputs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("channels", (1, 3, 4))
+def test_the_pictures_have_the_form_of_the_inputs(tmp_path, monkeypatch, channels):
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path))
     reference, image = (
-        torch.stack(pictures) for pictures in zip(*(noisy((16, 18, 3), 0.05, seed) for seed in range(3)), strict=True)
+        torch.stack(pictures)
+        for pictures in zip(*(noisy((16, 18, channels), 0.05, seed) for seed in range(3)), strict=True)
     )
     output = compare_node.execute(
         reference=[reference], image=[image[:1], image[1:]], other=[reference], amplification=[4.0]
     )
     pictures, text = output.args
-    assert [list(picture.shape) for picture in pictures] == [[1, 16, 18, 3], [2, 16, 18, 3], [3, 16, 18, 3]]
+    assert [list(picture.shape) for picture in pictures] == [[count, 16, 18, channels] for count in (1, 2, 3)]
     torch.testing.assert_close(torch.cat(pictures[:2]), (4 * (image - reference).abs()).clamp(max=1))
     assert not pictures[2].any()
     (shown,) = output.ui["int8_benchmark"]
