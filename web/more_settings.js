@@ -25,12 +25,11 @@ export function hideRareWidgets(node) {
 
   // Newer frontends know where a widget is hidden. There `hidden` is everywhere, also in panels and in a subgraph.
   const byPlace = groups.flat().every((widget) => "visibility" in widget);
-  for (const group of byPlace ? groups : []) {
-    for (const widget of group) hideOnCanvas(widget, () => !node.showAdvanced && isRare(group));
-  }
+  const isHidden = (group) => !node.showAdvanced && isRare(group);
+  for (const group of byPlace ? groups : []) for (const widget of group) hideOnCanvas(widget, () => isHidden(group));
   const hide = (inVue = app.extensionManager.setting.get(VUE)) => {
-    const all = node.showAdvanced || inVue || byPlace;
-    for (const group of groups) for (const widget of group) widget.hidden = !all && isRare(group);
+    const here = !byPlace && !inVue;
+    for (const group of groups) for (const widget of group) widget.hidden = here && isHidden(group);
     button.label = translated(node.showAdvanced ? "fewer settings" : BUTTON);
   };
   const toggle = () => {

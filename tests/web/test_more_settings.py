@@ -84,6 +84,7 @@ def test_the_vue_renderer_shows_as_few(page):
 
 def test_a_node_that_is_there_when_the_renderer_changes(page):
     add(page, "LoadINT8DiT")
+    assert len(drawn(page)) == SHOWN["LoadINT8DiT"]
     hidden = "() => app.graph.nodes[0].widgets.some((widget) => widget.hidden)"
     set_setting(page, "Comfy.VueNodes.Enabled", True)
     page.wait_for_function(f"!({hidden})()")
