@@ -33,6 +33,7 @@ from support.tensors import relative_error
 
 TEXT = ALPHABET * 2
 STEPS = 12
+PAGE = 32 << 20  # bytes; dynamic VRAM takes memory of the card by such pages
 
 
 import_pack()
@@ -98,19 +99,19 @@ def run() -> dict:
         report["bf16"]["error"] = relative_error(bf16, original)
         report["stored"] = {kind: run_stored(Path(folder), kind) for kind in ("W6A8", "Q8_0")}
         report |= run_applied(Path(folder), original_lora)
-        report["benchmarked_equal"] = is_equal_after_a_benchmark(base, original)
-        report["benchmarked_equal"] &= is_equal_after_a_benchmark(loaded, int8)
+        report["benchmarked_equal"] = [is_equal_after_a_benchmark(model) for model in (base, loaded)]
         comfy.model_management.unload_all_models()
     return report
 
 
-def is_equal_after_a_benchmark(model, latent: torch.Tensor) -> bool:
-    """Whether a MODEL computes this, in memory of its own, after Kernel Benchmark measured a forward of it."""
+def is_equal_after_a_benchmark(model) -> bool:
+    """Whether a MODEL computes as before, in memory of its own, after Kernel Benchmark measured a forward of it."""
+    before, _ = sample(model)
     inputs = dit.calibration(model, TEXT, STEPS, seed=5)
     (positive,) = inputs["positive"].values()
     measure_forward(model, positive, inputs["latent_image"])
     gc.collect()
-    return torch.equal(sample(model)[0], latent) and model.loaded_size() <= 2 * model.model_size()
+    return torch.equal(sample(model)[0], before) and model.loaded_size() <= model.model_size() + PAGE
 
 
 def run_stored(folder: Path, kind: str) -> dict:

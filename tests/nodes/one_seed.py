@@ -5,6 +5,7 @@ Run as a script with ComfyUI's folder as its argument, like memory_modes.py. Not
 tiles that are tried beside the samplings.
 """
 
+import gc
 import hashlib
 import json
 import sys
@@ -103,6 +104,8 @@ def run() -> dict[str, list[str]]:
     for family, variant, kind in RANDOM:
         sample = samplings_of_random(family, variant, kind)
         found[f"{family}, {variant}, {kind}"] = [digest(sample()) for _ in range(SAMPLINGS)]
+    del sample
+    gc.collect()  # ComfyUI cannot unload a MODEL that the collector takes meanwhile
     comfy.model_management.unload_all_models()
     return found
 
