@@ -191,6 +191,21 @@ def test_a_lora_that_widens_a_layer_is_baked_in(dit, plain, tmp_path, type):
     assert dit.relative_error(weight.float(), torch.nn.functional.pad(before, (0, more)) + up @ down) < 0.02
 
 
+def test_a_lora_that_gives_a_layer_more_outputs_is_refused(dit, plain, tmp_path):
+    """As one for fewer steps of MiniMax H3 does. ComfyUI's classes build the layer with its own outputs alone."""
+    bias = dit.tensors()["context_embedder.bias"]
+    more = LoRAAdapter(set(), (torch.zeros(2 * len(bias), 1), torch.zeros(1, 1), None, None, None, [2 * len(bias)]))
+    plain.add_patches({"diffusion_model.context_embedder.bias": more})
+    for use in (
+        lambda: dit.save(plain, tmp_path / "more.safetensors"),
+        lambda: save_gguf_model(plain, str(tmp_path / "more.gguf"), {}, "Q8_0"),
+        lambda: dit.quantize(plain),
+    ):
+        with pytest.raises(ValueError, match=r"gives context_embedder\.bias more outputs.* connect it where"):
+            use()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_of_a_wider_model_names_no_narrower_one(dit, plain, tmp_path, monkeypatch):
     """Of some families ComfyUI believes a file's config rather than its tensors."""
     monkeypatch.setitem(plain.model.model_config.unet_config, "in_dim", 16)
