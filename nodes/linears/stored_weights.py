@@ -42,7 +42,9 @@ class HookedWeight:
     def data(self) -> "HookedWeight":
         return self
 
-    def copy_(self, weight: torch.Tensor, non_blocking: bool = False) -> "HookedWeight":
+    def copy_(self, weight: torch.Tensor, non_blocking: bool = False) -> Any:
+        if self.linear is None or self is not self.linear.weight:  # one like it, which ComfyUI fills on another device
+            return super().copy_(weight, non_blocking)  # pyright: ignore[reportAttributeAccessIssue]
         self.linear.weight = torch.nn.Parameter(weight, requires_grad=False)
         return self
 

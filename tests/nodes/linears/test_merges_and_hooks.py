@@ -18,6 +18,8 @@ from comfy.model_patcher import ModelPatcher
 
 from glyphs import conditioning, latents
 from int8_dit.nodes.files.holding import is_gguf
+from int8_dit.nodes.linears.patched_weights import float_weight
+from int8_dit.nodes.linears.stored_weights import put_hooked
 from support.file_formats import fp8_scaled, int8
 
 NOISE = 0.1  # INT8's own is a few percent; a merge or a hook that is lost moves the output by over 40 %
@@ -218,6 +220,17 @@ def test_a_hook_is_not_rounded_to_blocks(dit, load_stored, monkeypatch, kind, la
     with mode(), dit.untouched(model):
         hooked(dit, model, lora_hook(dit, lora, None), 2)
     assert is_gguf(module.weight) and len(kept) == 2 and kept == pytest.approx([1, 1], abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ("Q8_0", "W4A8", "native, ConvRot", "bf16"))
+def test_a_hooks_weight_is_streamed_as_it_is(dit, load_stored, kind):
+    """ComfyUI copies a weight in host memory over an empty one like it: here to `cpu:0`, which is no other memory."""
+    linear = dit.module(dit.stock() if kind == "bf16" else load_stored(kind), dit.LAYER)
+    put_hooked(linear, 1.5 * float_weight(linear.weight), 1)
+    hooked = linear.weight
+    copied = comfy.model_management.cast_to(hooked, None, torch.device("cpu:0"))
+    assert copied is not hooked and linear.weight is hooked
+    assert torch.equal(float_weight(copied), float_weight(hooked))
 
 
 def test_a_hook_beside_a_lora_on_stored_blocks(dit, stored, lora, other_file):
