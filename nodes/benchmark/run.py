@@ -41,6 +41,7 @@ from ...kernels.benchmark import (
     totals_by_shape,
     working_memory,
 )
+from ..comfyui.patcher import undo_object_patches
 from ..files.writing.new_file import write_new_file
 from ..host.output_files import output_paths
 from ..host.work import Progress, make_room
@@ -87,6 +88,7 @@ def run(
     with comfy.model_management.cuda_device_context(device):
         if model is not None:
             progress.say("measuring a forward of the model")
+            undo_object_patches(model)
             try:
                 split = measure_forward(model, positive, latent)
             except NoForward as reason:

@@ -28,6 +28,12 @@ def weight_below_patches(model: ModelPatcher, key: str) -> torch.Tensor:
     return model.backup[key].weight if key in model.backup else get_key_weight(model.model, key)[0]
 
 
+def undo_object_patches(model: ModelPatcher) -> None:
+    """Put back what the object patches of the clone that was loaded last replaced in the weights' module, which clones
+    share. ComfyUI leaves them there, and puts a MODEL's own in place each time it is loaded."""
+    model.unpatch_model(unpatch_weights=False)
+
+
 class LoRAFactors(NamedTuple):
     """What a plain LoRA adds to a weight [N, K]: factor up @ down, of [N, rank] and [rank, K]."""
 

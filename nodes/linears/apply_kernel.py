@@ -10,7 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
 from ...kernels import FUSED, choose_path
-from ..comfyui.patcher import let_patches_act
+from ..comfyui.patcher import let_patches_act, undo_object_patches
 from ..comfyui.quantized import FORWARDED_LAYOUT, NATIVE_LAYOUT, held_weight, is_native_int8, native_int8_as
 from ..deferred.install import defer, deferring_class
 from ..files.holding import is_stored
@@ -36,6 +36,7 @@ def apply_fused_kernel(model: ModelPatcher, kernel: str) -> ModelPatcher:
 
     Raises ValueError for a MODEL without INT8 linears, RuntimeError where "fused int8" cannot run.
     """
+    undo_object_patches(model)
     names = _comfyui_int8(model)
     weights = (getattr(module, "weight", None) for module in root_of(model)[0].modules())
     if not names and not any(is_int8(weight) or is_stored(weight) for weight in weights):
@@ -63,6 +64,7 @@ def apply_to_text_encoder(clip: Any, kernel: str) -> Any:
     encoder = getattr(clip, "patcher", None)
     if encoder is None:
         raise ValueError("this CLIP is empty: its file holds no text encoder. Load one with Load CLIP")
+    undo_object_patches(encoder)
     names = _comfyui_int8(encoder)
     if not names:
         raise ValueError(

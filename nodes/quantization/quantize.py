@@ -26,7 +26,13 @@ from ...kernels import (
     transform_candidates,
 )
 from ..comfyui.layer_choices import state_dict_of
-from ..comfyui.patcher import DIFFUSION_MODEL, clone_around, copy_to_other_gpus, weight_below_patches
+from ..comfyui.patcher import (
+    DIFFUSION_MODEL,
+    clone_around,
+    copy_to_other_gpus,
+    undo_object_patches,
+    weight_below_patches,
+)
 from ..deferred.install import defer
 from ..files.holding import coded_weight, is_stored
 from ..host import notices
@@ -108,6 +114,7 @@ def quantize_model(
     weight with NaN or Inf, a model without quantizable linears or whose layers are already replaced (torch.compile);
     ComfyUI's interrupt exception on cancel.
     """
+    undo_object_patches(model)
     number_of_linears, targets = len(linears(model)), quantization_targets(model)
     # What is certain to be refused is refused before the work.
     choose_path(model.load_device, kernel)

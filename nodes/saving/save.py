@@ -13,7 +13,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import GGUF_FORMATS, quantize_gguf
 from ..comfyui.layer_choices import state_dict_of
-from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
+from ..comfyui.patcher import DIFFUSION_MODEL, undo_object_patches, weight_below_patches
 from ..comfyui.quantized import stored
 from ..files import quant_config
 from ..files.attention_choices import CONFIG
@@ -78,6 +78,7 @@ def save_int8_model(
     no file has; naming a layer whose factors cannot be folded; for a header that readers refuse. Others are
     `write_new_file`'s OSErrors, and ComfyUI's interrupt exception on cancel. The file is then not there.
     """
+    undo_object_patches(model)
     # Before anything else is touched: the weights of other packs need not be tensors that can be read.
     weights = [getattr(module, "weight", None) for module in model.model.diffusion_model.modules()]
     if any(map(is_gguf, weights)):
@@ -141,6 +142,7 @@ def save_gguf_model(
     be read or written, for something that is in no weight, or for a kind that no file has; ImportError without the
     package gguf. The file is then not there.
     """
+    undo_object_patches(model)
     check_runs_as_stored(model)
     check_known(model.model)
     file_notes.warn_of_patches_on_folded(model)

@@ -1,0 +1,35 @@
+"""What other clones of a MODEL leave in the module that they share."""
+
+import pytest
+import torch
+
+from int8_dit.nodes.benchmark.run import run
+from int8_dit.nodes.saving.save import save_gguf_model
+
+USES = {
+    "Quantize": lambda dit, model, _: dit.output(dit.quantize(model)),
+    "Save INT8": lambda dit, model, path: dit.output(dit.load(dit.save(model, path.with_suffix(".safetensors")))),
+    "Save GGUF": lambda dit, model, path: dit.output(
+        dit.load(save_gguf_model(model, str(path.with_suffix(".gguf")), {}, "Q8_0"), memory="as stored")
+    ),
+    "Apply": lambda dit, model, _: dit.attached_output(dit.apply(model)),
+    "Kernel Benchmark": lambda _, model, __: torch.tensor(
+        sorted((each.shape.n, each.shape.k) for each in run(model, 16, [], None, None, "keep").linears)
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_another_clone_replaced_is_not_this_models(dit, tmp_path, use):
+    """As nodes do that compile or swap layers: ComfyUI leaves these in place after the clone was sampled."""
+    of_int8 = use in ("Save INT8", "Apply")
+    path = dit.write(tmp_path / "native.safetensors", dit.native_int8()) if of_int8 else dit.FILE
+    model = dit.load(path) if use == "Save INT8" else dit.stock(path)
+    other, block = model.clone(), dit.module(model, "joint_blocks.0")
+    other.add_object_patch("diffusion_model.joint_blocks.0", torch.compile(block, backend="eager"))
+    other.add_object_patch(f"diffusion_model.{dit.LAYER}", dit.module(model, dit.LAYER.replace("1", "2", 1)))
+    own, expected = dit.output(model), USES[use](dit, model, tmp_path / "before")
+    replaced = dit.output(other)
+    assert dit.relative_error(replaced, own) > 0.01
+    assert torch.equal(USES[use](dit, model, tmp_path / "after"), expected)
+    assert torch.equal(dit.output(other), replaced)
