@@ -12,6 +12,16 @@ unseen = _C.DisableTorchFunction
 without_memory: Any = torch.Tensor._make_wrapper_subclass
 """(class, shape, dtype=, device=) -> a tensor of a subclass, without memory."""
 
+unseen_as_subclass = _C.DisableTorchFunctionSubclass
+"""A context in which tensors of a subclass do not see calls of PyTorch's functions, and modes do."""
+
+
+def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a tensor that `without_memory` made lie in the memory of another one of its form."""
+    with unseen(), _C._DisableTorchDispatch(), torch.inference_mode(tensor.is_inference()):
+        torch.Tensor.set_(tensor, value)
+
+
 current_stream = getattr(_C, "_cuda_getCurrentRawStream", lambda index: 0)
 """(index of a GPU) -> the number of its current stream, 0 for the default one."""
 

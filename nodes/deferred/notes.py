@@ -137,6 +137,9 @@ class _Seen(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if torch.compiler.is_compiling():  # a function that a forward calls; no guard of it can be on the forward
+            with function_modes.unseen_as_subclass():
+                return func(*args, **(kwargs or {}))
         forward, kwargs = tracking.forward, kwargs or {}
         if forward is not None:
             return forward.called(func, types, args, kwargs)
@@ -246,6 +249,13 @@ class Deferred(_Seen):
 
     def _plain(self) -> torch.Tensor:
         return self.note.value()
+
+    def stride(self, *args: Any, **kwargs: Any) -> Any:
+        """The value's, in whose memory this tensor lies from then on: functions in C++ that PyTorch does not see, such
+        as SageAttention's, are given the tensor next, and read its address without a call."""
+        value = self.note.value()
+        function_modes.give_memory(self, value)
+        return value.stride(*args, **kwargs)
 
 
 def deferred(note: Note) -> Deferred:

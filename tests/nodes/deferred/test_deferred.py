@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from comfy.ldm.modules.attention import optimized_attention_masked
 from comfy.quant_ops import ck
 
-from int8_dit.kernels import Norm
+from int8_dit.kernels import Norm, function_modes
 from int8_dit.nodes import deferred as deferral
 from int8_dit.nodes.attention.attention_kinds import AttentionKind, Way
 from int8_dit.nodes.attention.attention_override import AttentionOverride
@@ -570,6 +570,38 @@ def test_attention_that_is_launched_on_addresses_writes_into_nothing(block, form
         waiting, q = block.norm(y), form(forwards.heads(y).transpose(1, 2))
         override(None, q, q, q, forwards.HEADS, skip_reshape=True)
         assert waiting.note.computed is None
+
+
+def address_that_pytorch_does_not_see(x):
+    """As a function in C++ gets it, such as SageAttention's."""
+    with function_modes.unseen():
+        return torch.Tensor.data_ptr(x)
+
+
+def test_who_asks_for_strides_finds_memory(block):
+    """SageAttention asserts them, and hands the tensor to a kernel: without memory that would read address 0."""
+    with torch.no_grad(), deferral.mode.Deferring() as mode:
+        x = block.norm(block.renewed().enter(forwards.randn(2, 12, 64)))
+        q = forwards.heads(x)
+        assert type(q) is deferral.notes.Deferred and not address_that_pytorch_does_not_see(q)
+        assert q.stride(-1) == 1
+        value = q.note.value()
+        assert address_that_pytorch_does_not_see(q) == value.data_ptr() > 0
+        with function_modes.unseen():
+            assert (torch.Tensor.size(q), torch.Tensor.stride(q)) == (value.shape, value.stride())
+    assert torch.equal(mode.finish(q), value)
+
+
+def test_a_compiled_function_within_a_forward(block):
+    """As an attention override may call one. The compiler does not look into the forward."""
+    function = torch.compile(lambda q: torch.softmax(q * 2, -1), backend="eager")
+    with torch.no_grad():
+        for make in (block.norm, lambda y: y):
+            with deferral.mode.Deferring() as mode:
+                x = make(block.renewed().enter(forwards.randn(2, 12, 64)))
+                assert type(x) in (deferral.notes.Deferred, deferral.notes.Tracked)
+                output = mode.finish(function(x))
+            assert torch.equal(output, torch.softmax(mode.finish(x) * 2, -1))
 
 
 def norms_in_float32_and_a_sigmoid_gate(block, x):
