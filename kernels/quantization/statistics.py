@@ -169,7 +169,7 @@ class ActivationStatistics:
 
         Raises ValueError for values that no calls could have left behind.
         """
-        if not 0 < calls < _MOST_CALLS or not 0 <= spikiness <= _LARGEST_SPIKINESS:
+        if not 0 < calls < _MOST_CALLS or not 0 <= spikiness <= 1.001 * _LARGEST_SPIKINESS:  # a mean, of float32 sums
             raise ValueError(f"{calls} calls with a spikiness of {spikiness}")
         if not bool(((absmax >= 0) & (absmax <= _LARGEST)).all()):
             raise ValueError(f"the absmax holds a value that is negative, NaN, Inf or above {_LARGEST:.0e}")

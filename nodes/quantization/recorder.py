@@ -173,7 +173,8 @@ class CalibrationRun(NamedTuple):
     def calibrate(self, model: ModelPatcher, progress: Progress | None = None) -> Calibration:
         """Return the calibration of a MODEL, in which nothing stays, also on a cancel or error; finish `progress`.
 
-        Raises ValueError naming the layer that was the first to get a NaN or Inf, after the step in which it did.
+        Raises ValueError naming the layer that was the first to get a NaN or Inf, after the step in which it did; for a
+        model that needs a prompt and has none.
         """
         recording = Recording()
         observed = armed(model, recording)
@@ -188,5 +189,11 @@ class CalibrationRun(NamedTuple):
                 sampling.step(f"{doing}, step", preview(x0))
 
             sampled = positive, self.negative, self.cfg, self.sampler, self.sigmas, self.latent
-            sample(observed, *sampled, (self.seed + index) % (1 << 64), after_step)
+            try:
+                sample(observed, *sampled, (self.seed + index) % (1 << 64), after_step)
+            except (AttributeError, KeyError, TypeError) as error:  # what models raise that need one
+                if positive is not None:
+                    raise
+                said = f"{type(error).__name__}: {error}"
+                raise ValueError(f"this model does not run without a prompt ({said}): connect positive") from error
         return recording.calibration()

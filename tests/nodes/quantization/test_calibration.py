@@ -98,6 +98,12 @@ def test_without_a_prompt_the_model_runs_unconditionally(dit, small, ideogram):
     assert calibration.statistics[image].calls == 2
 
 
+def test_a_model_that_needs_a_prompt_says_so(dit, model):
+    inputs = dit.calibration(model)
+    with pytest.raises(ValueError, match=r"does not run without a prompt \(KeyError.*: connect positive"):
+        dit.quantize(model, **inputs | {"positive": {}})
+
+
 def test_the_recorder_sees_what_any_sampler_does_and_changes_no_result(dit, model):
     """Also of a MODEL that a node cloned from the armed one."""
     inputs = dit.calibration(model)
