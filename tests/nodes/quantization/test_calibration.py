@@ -223,9 +223,14 @@ def test_linears_that_comfyui_calls_past_their_forward_are_seen(dit, small, monk
     assert not any("comfy_force_forward" in vars(module) for module in modules)
 
 
-def test_a_compiled_model_cannot_be_recorded(dit, model):
+@pytest.mark.parametrize("node", ("ComfyUI's", "of one block"))
+def test_a_compiled_model_cannot_be_recorded(dit, model, node):
     armed = recorder.armed(model, recorder.Recording())
-    set_torch_compile_wrapper(armed, backend="eager")
+    if node == "of one block":
+        path = "diffusion_model.joint_blocks.0"
+        armed.add_object_patch(path, torch.compile(armed.get_model_object(path), backend="eager"))
+    else:
+        set_torch_compile_wrapper(armed, backend="eager")
     with pytest.raises(ValueError, match=r"torch.compile cannot be recorded; take that node out"):
         dit.sample(armed)
 
