@@ -19,7 +19,7 @@ unseen_as_subclass = _C.DisableTorchFunctionSubclass
 def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Let a tensor that `without_memory` made lie in the memory of another one of its form."""
     with unseen(), _C._DisableTorchDispatch(), torch.inference_mode(tensor.is_inference()):
-        torch.Tensor.set_(tensor, value)
+        torch.ops.aten.set_.source_Tensor(tensor, value)
 
 
 current_stream = getattr(_C, "_cuda_getCurrentRawStream", lambda index: 0)
