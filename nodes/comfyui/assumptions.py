@@ -32,7 +32,8 @@ _NEEDED = {
     ),
     "comfy.model_patcher": (
         "LowVramPatch ModelPatcher.add_callback_with_key ModelPatcher.add_object_patch "
-        "ModelPatcher.add_wrapper_with_key ModelPatcher.clone(model_override) get_key_weight"
+        "ModelPatcher.add_wrapper_with_key ModelPatcher.clone(model_override) "
+        "ModelPatcher.unpatch_model(unpatch_weights) get_key_weight"
     ),
     "comfy.ops": (
         "CastWeightBiasOp cast_bias_weight(dtype,device,bias_dtype,offloadable,compute_dtype,want_requant) "

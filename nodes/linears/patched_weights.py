@@ -30,18 +30,23 @@ def float_weight(weight: torch.Tensor, pre_quant_scale: torch.Tensor | None = No
     """Return the float tensor that a stored weight stands for, in a dtype that can be computed with, on its device.
 
     `pre_quant_scale` [K] is what a layer in ModelOpt's AWQ form multiplies its input by; the result's columns are
-    multiplied by it. Raises ValueError for values that are packed in a way ComfyUI's own loaders do not know.
+    multiplied by it. Raises as `check_readable`.
     """
+    check_readable(weight)
     if isinstance(weight, QuantizedTensor):
         weight = weight.dequantize()
-    elif not weight.is_floating_point():
+    if pre_quant_scale is not None:
+        return weight.float() * pre_quant_scale.to(device=weight.device, dtype=torch.float32)
+    return weight if weight.dtype in (torch.bfloat16, torch.float16, torch.float32) else weight.float()  # raw float8
+
+
+def check_readable(weight: torch.Tensor) -> None:
+    """Raise ValueError for a weight that is packed in a way ComfyUI's own loaders do not know."""
+    if not (isinstance(weight, QuantizedTensor) or weight.is_floating_point()):
         raise ValueError(
             f"its weight is stored as {weight.dtype}, in a format that cannot be read (GGUF, perhaps); load the model "
             "from a bf16, fp16, FP8 or INT8 file"
         )
-    if pre_quant_scale is not None:
-        return weight.float() * pre_quant_scale.to(device=weight.device, dtype=torch.float32)
-    return weight if weight.dtype in (torch.bfloat16, torch.float16, torch.float32) else weight.float()  # raw float8
 
 
 def possibly_patched(model: ModelPatcher) -> set[str]:

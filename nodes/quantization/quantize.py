@@ -22,6 +22,7 @@ from ...kernels import (
     check_alpha,
     choose_path,
     interruptible,
+    naming_layer,
     quantize_group,
     transform_candidates,
 )
@@ -41,7 +42,7 @@ from ..linears.file_notes import ATTENTION, FOLDED, keep_recipe, recipe_of, warn
 from ..linears.folding import foldable_groups
 from ..linears.int8_weight import int8_weight
 from ..linears.layer_selection import linears, quantization_targets
-from ..linears.patched_weights import patched_weight, possibly_patched
+from ..linears.patched_weights import check_readable, patched_weight, possibly_patched
 from ..linears.stored_weights import fits_codes
 from ..loading.load import build_like, check_known, rebuild_int8_model
 from ..loading.load_plan import LoadPlan
@@ -119,6 +120,9 @@ def quantize_model(
     # What is certain to be refused is refused before the work.
     choose_path(model.load_device, kernel)
     check_known(model.model)
+    for name, linear in targets.items():
+        with naming_layer(name):
+            check_readable(linear.weight)
     candidates = targets.items() if settings.weight_bits == 4 else ()
     coded = {name: linear for name, linear in candidates if fits_codes(*linear.weight.shape)}
     if settings.protected_in == BF16:

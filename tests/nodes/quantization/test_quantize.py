@@ -18,6 +18,7 @@ from comfy_extras.nodes_model_advanced import ModelSamplingSD3
 from glyphs.outliers import plant
 from int8_dit.kernels import Protection
 from int8_dit.nodes.loading.memory_choice import memory_choice
+from int8_dit.nodes.quantization import recorder
 from int8_dit.nodes.quantization.calibration import Calibration
 from int8_dit.nodes.quantization.quantize import QuantizationSettings
 from int8_dit.nodes.quantize_to_int8 import QuantizeToINT8SmoothQuant, _protection
@@ -345,11 +346,12 @@ def packed_in_an_unknown_way(model, dit):
         (packed_in_an_unknown_way, r"layer {layer} cannot be quantized: .*torch.uint8.*GGUF"),
     ),
 )
-def test_a_model_that_is_refused(dit, model, change, message):
-    changed = model.clone()
+def test_a_model_that_is_refused(dit, model, monkeypatch, change, message):
+    changed, inputs = model.clone(), dit.calibration(model)
     change(changed, dit)
+    monkeypatch.setattr(recorder, "sample", lambda *_: pytest.fail("the refusal comes before the work"))
     with pytest.raises(ValueError, match=message.replace("{layer}", dit.LAYER)):
-        dit.quantize(changed)
+        dit.quantize(changed, **inputs)
 
 
 @pytest.mark.parametrize(
