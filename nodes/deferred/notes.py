@@ -137,7 +137,7 @@ class _Seen(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if torch.compiler.is_compiling():  # a function that a forward calls; no guard of it can be on the forward
+        if torch.compiler.is_dynamo_compiling():  # a function in a forward; no guard can be on the latter
             with function_modes.unseen_as_subclass():
                 return func(*args, **(kwargs or {}))
         forward, kwargs = tracking.forward, kwargs or {}
