@@ -23,7 +23,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ...kernels import unplanned_memory
 from ..comfyui.attention import OVERRIDE, Attention, comfyuis_attention
 from ..comfyui.layer_choices import attention_choices, call_beside_choices, wrap_choices
-from ..comfyui.patcher import DIFFUSION_MODEL, undo_object_patches
+from ..comfyui.patcher import DIFFUSION_MODEL
 from ..deferred.notes import hidden_calls, tracking, values_of
 from ..host import notices
 from ..linears.file_notes import exact_attention_of
@@ -56,7 +56,6 @@ def set_attention(model: ModelPatcher, choice: str) -> None:
     """
     device = model.load_device
     check_attention(choice, device)
-    undo_object_patches(model)
     kind, there = ATTENTION_KINDS[choice], model.model_options["transformer_options"].get(OVERRIDE)
     own = there if isinstance(there, AttentionOverride) else None
     if kind.ways(device) and (own is None or (kind.in_int8 and own.kind is not kind)):

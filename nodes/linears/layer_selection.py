@@ -3,7 +3,6 @@
 import re
 from typing import Any
 
-import comfy.lora
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.ops import CastWeightBiasOp
@@ -11,6 +10,7 @@ from comfy.ops import CastWeightBiasOp
 from ..comfyui.compiling import is_compiled
 from ..comfyui.layer_choices import is_attention_choice
 from ..comfyui.patcher import DIFFUSION_MODEL, weight_below_patches
+from .patched_weights import patched_shape, possibly_patched
 
 # Modulation, embedders of time, text and guidance, and the like: small, and their outputs scale or shift whole blocks.
 # A word of the path must match in full.
@@ -91,14 +91,11 @@ def check_runs_as_stored(model: ModelPatcher) -> None:
             f"this MODEL carries something that is not in its weights ({', '.join(model.injections)}) and would be "
             "lost. Load a bypass LoRA with the ordinary LoRA loader, or connect that node after this one"
         )
-    for key, patches in model.patches.items():
-        if not key.startswith(DIFFUSION_MODEL):
-            continue
-        held = weight_below_patches(model, key)
-        if comfy.lora.calculate_shape(patches, held, key)[:1] != held.shape[:1]:
+    for name in sorted(possibly_patched(model)):
+        if patched_shape(model, name)[:1] != weight_below_patches(model, DIFFUSION_MODEL + name).shape[:1]:
             raise ValueError(
-                f"a LoRA gives {key.removeprefix(DIFFUSION_MODEL)} more outputs (those for fewer steps of MiniMax H3 "
-                "do), which no model file can hold. Take it off here, and connect it where the result is sampled"
+                f"a LoRA gives {name} more outputs (those for fewer steps of MiniMax H3 do), which no model file can "
+                "hold. Take it off here, and connect it where the result is sampled"
             )
 
 
