@@ -27,6 +27,11 @@ def is_compiled(model: ModelPatcher) -> bool:
     return bool(model.wrappers.get(WrappersMP.APPLY_MODEL, {}).get(COMPILE_KEY))
 
 
+def has_compiled_parts(model: ModelPatcher) -> bool:
+    """Whether any layer of a loaded MODEL is compiled: all by ComfyUI's node, or some in place by another one."""
+    return is_compiled(model) or any(map(is_compiled_module, model.model.diffusion_model.modules()))
+
+
 def compiles(options: Mapping[str, Any]) -> bool:
     """Whether a call of a MODEL with these transformer_options runs compiled layers."""
     return bool(get_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY, options))

@@ -16,7 +16,7 @@ from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
 
 from ...kernels import LowRank, requantize_weight, rotation_group_of
-from ..comfyui.compiling import is_compiled
+from ..comfyui.compiling import has_compiled_parts
 from ..comfyui.patcher import CALLBACK_KEY, is_patch
 from ..comfyui.quantized import HeldWeight, layout_of, stored, to_device
 from ..files.holding import is_gguf, is_stored, stored_kind
@@ -105,7 +105,7 @@ def patch_products(model: ModelPatcher) -> None:
 
     def check(loaded: ModelPatcher) -> None:
         nonlocal looked
-        if looked or not is_compiled(loaded):
+        if looked or not has_compiled_parts(loaded):
             return
         for _, module in _stored(loaded):  # compiled products check nothing
             kind, (_, known) = stored_kind(module.weight), known_weight(module)

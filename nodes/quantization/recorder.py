@@ -17,7 +17,7 @@ from ...kernels import ActivationStatistics, AttentionError, unplanned_memory
 from ..attention.attention_kinds import ATTENTION_KINDS, INT8, Way, int8_way, read_call
 from ..attention.attention_override import AttentionObserver
 from ..comfyui.attention import OVERRIDE, Attention
-from ..comfyui.compiling import is_compiled, is_compiled_module
+from ..comfyui.compiling import has_compiled_parts
 from ..comfyui.quantized import forwarded
 from ..files.block_lists import block_of
 from ..host.sampling import previewer, sample
@@ -84,7 +84,7 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
     observing = weakref.WeakKeyDictionary()
 
     def begin(patcher: ModelPatcher) -> None:
-        if is_compiled(patcher) or any(map(is_compiled_module, patcher.model.diffusion_model.modules())):
+        if has_compiled_parts(patcher):
             raise ValueError("a MODEL under torch.compile cannot be recorded; take that node out while you calibrate")
         end(patcher)
         linears = quantizable_linears(patcher)

@@ -891,11 +891,16 @@ def test_a_large_tensor_on_a_card(on_card, tmp_path, key, value):
             dit.sample(model.clone())
 
 
-def test_a_compiled_model_is_looked_at_before_its_first_step(tmp_path):
+@pytest.mark.parametrize("node", ("ComfyUI's", "of one block"))
+def test_a_compiled_model_is_looked_at_before_its_first_step(tmp_path, node):
     """Weights that stay in blocks: its products check nothing."""
     content = damaged(tmp_path, Damage("Q8_0", not_a_number(f"{OTHER}.weight"), ()))
     model = dit.load(put_file(tmp_path / "model.gguf", content), *WAYS[2])
-    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY, lambda *_, **__: pytest.fail("it ran"))
+    if node == "of one block":
+        path = "diffusion_model.joint_blocks.0"
+        model.add_object_patch(path, torch.compile(model.get_model_object(path), backend="eager"))
+    key = COMPILE_KEY if node == "ComfyUI's" else "another"
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, key, lambda *_, **__: pytest.fail("it ran"))
     for _ in range(2):
         with pytest.raises(ValueError, match=f"^model.gguf: {OTHER}: weight has {NOT_FINITE} in output channel"):
             dit.sample(model)
