@@ -14,15 +14,16 @@ def _load_pairs(
     row, heads, stride, H, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr
 ):
     """Return first and second elements of the pairs of `heads` [HEADS, 1], float32 [HEADS, HALF], zeros outside."""
+    head = row + heads.to(tl.int64) * stride
     if NEIGHBOURS:
         element = tl.arange(0, 2 * HALF)[None, :]
-        both = tl.load(row + heads * stride + element, mask=(heads < H) & (element < D), other=0.0).to(tl.float32)
+        both = tl.load(head + element, mask=(heads < H) & (element < D), other=0.0).to(tl.float32)
         return tl.split(tl.reshape(both, (HEADS, HALF, 2)))
     else:
         element = tl.arange(0, HALF)[None, :]
         inside = (heads < H) & (element < D // 2)
-        first = tl.load(row + heads * stride + element, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(row + heads * stride + element + D // 2, mask=inside, other=0.0).to(tl.float32)
+        first = tl.load(head + element, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(head + element + D // 2, mask=inside, other=0.0).to(tl.float32)
         return first, second
 
 
@@ -32,15 +33,16 @@ def _store_pairs(
     NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
     dtype = row.dtype.element_ty
+    head = row + heads.to(tl.int64) * stride
     if NEIGHBOURS:
         element = tl.arange(0, 2 * HALF)[None, :]
         both = tl.reshape(tl.join(first.to(dtype), second.to(dtype)), (HEADS, 2 * HALF))
-        tl.store(row + heads * stride + element, both, mask=(heads < H) & (element < D))
+        tl.store(head + element, both, mask=(heads < H) & (element < D))
     else:
         element = tl.arange(0, HALF)[None, :]
         inside = (heads < H) & (element < D // 2)
-        tl.store(row + heads * stride + element, first.to(dtype), mask=inside)
-        tl.store(row + heads * stride + element + D // 2, second.to(dtype), mask=inside)
+        tl.store(head + element, first.to(dtype), mask=inside)
+        tl.store(head + element + D // 2, second.to(dtype), mask=inside)
 
 
 @triton.jit

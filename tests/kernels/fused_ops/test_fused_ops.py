@@ -204,6 +204,18 @@ def test_norms_of_one_side_and_in_place():
         torch.testing.assert_close(one, other)
 
 
+def test_heads_that_lie_more_than_32_bits_apart():
+    """Of a video, whose heads lie one after the other: the whole of the tensor is never touched."""
+    apart = 2**30
+    freqs = random_float(2, 2, 2, 2, seed=3)
+    q = torch.empty(2 * apart + 8, dtype=torch.bfloat16, device=DEVICE).as_strided((1, 2, 3, 4), (8, 4, apart, 1))
+    q.copy_(random_float(1, 2, 3, 4, seed=1))
+    k = random_float(1, 2, 3, 4, seed=2, dtype=torch.bfloat16)
+    expected = norm_rope.reference(q, k, RMS, None, freqs, "halves", None)
+    for one, other in zip(norm_rope(q, k, RMS, None, freqs, "halves", (q, k)), expected, strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=2**-7, atol=1e-5)
+
+
 X = torch.zeros(2, 3, 8, device=DEVICE)
 ROWS = torch.zeros(3, dtype=torch.int32, device=DEVICE)
 Q, FREQS = torch.zeros(2, 3, 2, 4, device=DEVICE), torch.zeros(3, 2, 2, 2, device=DEVICE)
