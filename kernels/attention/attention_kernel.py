@@ -78,7 +78,10 @@ def _attend_to_keys(
         if MASK == "bool":
             logits = tl.where(seen != 0, logits, float("-inf"))
         else:
-            logits += seen.to(tl.float32) * 1.4426950408889634
+            added = seen.to(tl.float32) * 1.4426950408889634
+            # The lowest number, by which some masks hide a key, stays a number.
+            beyond = (added == float("-inf")) & (seen != float("-inf"))
+            logits += tl.where(beyond, -3.4028234663852886e38, added)
     if RAGGED:
         logits = tl.where(inside[None, :], logits, float("-inf"))
     if MASK != "none" or RAGGED:

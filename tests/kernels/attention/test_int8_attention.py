@@ -207,6 +207,21 @@ def test_rows_that_see_no_key_are_zeros(compute, form, rounding, kind):
 
 
 @each
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_rows_masked_by_the_lowest_number_see_all_keys_alike(compute, form, rounding, dtype):
+    """As in PyTorch: it is finite, also in the powers of two that the kernel counts in."""
+    q, k, v = operands(tq=10, tk=150, **form)
+    mask = torch.zeros(10, 150, dtype=dtype, device=DEVICE)
+    mask[3], mask[4, 1:], mask[5, :80] = (torch.finfo(dtype).min,) * 3
+    mask[6], mask[6, :75] = torch.finfo(dtype).min, -torch.inf
+    result = compute(q, k, v, mask)
+    assert relative_error(result, exact(q, k, v, mask)) < rounding
+    for row, keys in ((3, v), (6, v[:, :, 75:])):
+        mean = keys.double().mean(2).repeat_interleave(q.shape[1] // v.shape[1], 1)
+        assert relative_error(result[:, :, row], mean) < rounding
+
+
+@each
 @pytest.mark.parametrize("broken", (torch.nan, torch.inf))
 def test_a_broken_query_stays_in_its_row(compute, form, rounding, broken):
     q, k, v = operands(**form)
