@@ -165,6 +165,21 @@ def test_kitchens_gemm_runs_only_where_it_gives_the_same_bits(run, same, one_sca
     assert len(asked) <= 1  # a call that is timed waits for no rule
 
 
+def test_kitchens_gemm_is_compared_with_a_bias_that_rounds(monkeypatch, nothing_kept):
+    """Whatever bias the first layer of a shape has: zeros hide how one is added."""
+
+    def with_a_rounded_bias(q, weight, q_scale, weight_scale, bias, out):
+        return _like_kitchen(q, weight, q_scale, weight_scale, bias.bfloat16(), out)
+
+    monkeypatch.setattr(gemm, "kitchen_gemm", lambda: with_a_rounded_bias)
+    monkeypatch.setattr(gemm, "_own_config", lambda operands: INTERPRETED[0])
+    q, weight, bias = random_int8(33, 64, seed=1), random_int8(48, 64, seed=2), torch.zeros(48, device=DEVICE)
+    scales = torch.full((33,), 0.25, device=DEVICE), torch.full((48,), 0.5, device=DEVICE)
+    operands = Operands(q, weight, *scales, bias, torch.zeros(33, 48, device=DEVICE))
+    assert not gemm._gives_the_same(KitchenLaunch(operands), operands)
+    assert not bias.any()
+
+
 @pytest.mark.skipif(DEVICE != "cuda" or kitchen_gemm() is None, reason="needs a GPU and comfy-kitchen's GEMM")
 def test_kitchens_gemm_on_a_card(monkeypatch, nothing_kept):
     """Bits of the pack's own, through the tuner, in a CUDA graph too; replaced where it cannot read the operands."""
