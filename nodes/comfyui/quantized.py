@@ -115,9 +115,10 @@ def storage_shape(weight: QuantizedTensor, shape: tuple[int, int]) -> tuple[int,
 class HeldWeight(QuantizedTensor):
     """A module's quantized weight for ComfyUI's hooks, which copy it, change it, and copy back into its `data`.
 
-    `data` of a plain QuantizedTensor has copies of the scales: the weight would keep those of its patched self. In
-    inference mode its `to` returns the tensor itself where a copy is asked for. Here `to` goes through pinned buffers
-    between the host and a GPU where the caller waits, as when a MODEL is loaded into a GPU or unloaded.
+    `data` of a plain QuantizedTensor has copies of the scales: the weight would keep those of its patched self. Here
+    `to` goes through pinned buffers between the host and a GPU where the caller waits, as when a MODEL is loaded into a
+    GPU or unloaded. What stays on its device is not copied for a hook, which puts another tensor in its place
+    (stored_weights.put_hooked): ComfyUI may have pinned this memory, so it has to live on.
     """
 
     @property
@@ -137,7 +138,8 @@ class HeldWeight(QuantizedTensor):
         if waits and isinstance(device, torch.device) and _crosses_slowly(self._qdata, device):
             there = to_device(self, device)
         moved = QuantizedTensor.to(there, *args, **kwargs)
-        return moved.clone() if copy and moved._qdata is self._qdata else moved
+        same, lazy = moved._qdata is self._qdata, isinstance(self._qdata, LazyTensor)
+        return moved.clone() if copy and same and (device is None or lazy) else moved
 
     def _copy_with(self, *args, **kwargs) -> "HeldWeight":
         return held_weight(super()._copy_with(*args, **kwargs))

@@ -34,9 +34,14 @@ def fits_codes(n: int, k: int) -> bool:
 
 
 class HookedWeight:
-    """A linear's weight while a hook is on. ComfyUI takes the hook off by copying the old weight over it."""
+    """A linear's weight while a hook is on. ComfyUI takes the hook off by copying the old weight over it.
+
+    Memory of the host that ComfyUI has pinned must not be freed meanwhile: CUDA would still take it for pinned. A
+    HeldWeight lives on as ComfyUI's backup, and floats as `own`.
+    """
 
     linear: Any = None  # a compiler's fake tensor of it has none
+    own: torch.nn.Parameter | None = None
 
     @property
     def data(self) -> "HookedWeight":
@@ -45,7 +50,7 @@ class HookedWeight:
     def copy_(self, weight: torch.Tensor, non_blocking: bool = False) -> Any:
         if self.linear is None or self is not self.linear.weight:  # one like it, which ComfyUI fills on another device
             return super().copy_(weight, non_blocking)  # pyright: ignore[reportAttributeAccessIssue]
-        self.linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.linear.weight = torch.nn.Parameter(weight, requires_grad=False) if self.own is None else self.own
         return self
 
 
@@ -74,6 +79,8 @@ def put_hooked(linear: Any, weight: torch.Tensor, seed: int | None) -> None:
     else:
         linear.weight = _HookedFloats(weight.to(held.dtype), requires_grad=False)
         linear.weight.linear = linear
+        if held.device.type == "cpu":
+            linear.weight.own = held
         return
     hooked = _HookedINT8(stored(made), layout_of(made), made.params)
     hooked.linear = linear

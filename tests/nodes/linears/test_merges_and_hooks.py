@@ -15,6 +15,8 @@ import folder_paths
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from glyphs import conditioning, latents
 from int8_dit.nodes.files.holding import is_gguf
@@ -184,6 +186,43 @@ def test_hooks(dit, lora, other_file, load_stored, applied, make, steps, mode, h
             assert dit.relative_error(first, expected) < NOISE
             assert torch.equal(hooked(dit, model.clone(), make(dit, lora, other_file), steps), first)
         assert torch.equal(dit.output(under), before)
+
+
+@pytest.mark.parametrize("kind", ("INT8", "Q8_0", "W4A8", "fp8", "floats", "applied"))
+def test_a_hook_frees_no_pinned_memory(dit, lora, load_stored, applied, tmp_path, monkeypatch, kind):
+    """ComfyUI pins the weights that it streams. Memory that is freed without its knowledge stays registered with CUDA,
+    and a later copy from what lies there fails."""
+    layers, expired, patch_hooks = dit.LINEARS, [], ModelPatcher.patch_hooks
+
+    def look(patcher, hooks):
+        patch_hooks(patcher, hooks)
+        gc.collect()
+        expired.extend(weak.expired() for weak in memory.values())
+
+    monkeypatch.setattr(ModelPatcher, "patch_hooks", look)
+    with torch.inference_mode():
+        if kind == "applied":
+            model = applied()[1]
+        elif kind == "fp8":
+            layers = dit.LINEARS[:1]
+            model = dit.load(dit.write(tmp_path / "fp8.safetensors", fp8_scaled(dit.tensors(), layers)))
+        elif kind == "floats":
+            layers, tensors = dit.LINEARS[:1], dit.native_int8()
+            tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(layers[0])}
+            own = {key: tensor for key, tensor in dit.tensors().items() if key.startswith(layers[0])}
+            model = dit.load(dit.write(tmp_path / "floats.safetensors", tensors | own))
+        else:
+            model = dit.load() if kind == "INT8" else load_stored(kind)
+        dit.output(model)
+        memory = {name: StorageWeakRef(memory_of(dit.module(model, name).weight)) for name in layers}
+        addresses = {name: dit.module(model, name).weight.data_ptr() for name in layers}
+        hooked(dit, model, lora_hook(dit, lora, None), 2)
+    assert expired and not any(expired)
+    assert {name: dit.module(model, name).weight.data_ptr() for name in layers} == addresses
+
+
+def memory_of(weight):
+    return (weight._qdata if isinstance(weight, QuantizedTensor) else weight).untyped_storage()
 
 
 def test_hooks_on_layers_that_stay_fp8(dit, lora, tmp_path):
