@@ -20,6 +20,7 @@ import comfy_aimdo.control
 
 comfy_aimdo.control.init()
 
+import comfy.hooks
 import comfy.lora
 import comfy.model_management
 from comfy_extras.nodes_lora_extract import LORAType, calc_lora_model
@@ -99,6 +100,7 @@ def run() -> dict:
         report["bf16"]["error"] = relative_error(bf16, original)
         report["stored"] = {kind: run_stored(Path(folder), kind) for kind in ("W6A8", "Q8_0")}
         report |= run_applied(Path(folder), original_lora)
+        report["hooked"] = run_hooked(Path(folder))
         report["benchmarked_equal"] = [is_equal_after_a_benchmark(model) for model in (base, loaded)]
         comfy.model_management.unload_all_models()
     return report
@@ -132,6 +134,32 @@ def run_stored(folder: Path, kind: str) -> dict:
     report["equal"] = torch.equal(latents_of["INT8"], latents_of["as stored"])
     report["as stored, LoRA"]["error"] = relative_error(latents_of["LoRA", "as stored"], latents_of["LoRA", "INT8"])
     return report
+
+
+def run_hooked(folder: Path) -> dict[str, list[float]]:
+    """Errors under a LoRA hook where ComfyUI pins and streams every weight, against ComfyUI's own model with the LoRA:
+    twice, since the memory that a hook left is used again, and then of a sampling without it against the one before."""
+    lora = dit.lora(dit.LINEARS, 0.2)
+    expected = dit.sample(dit.with_lora(dit.stock(), lora), TEXT, STEPS, seed=1)
+    before, errors = comfy.model_management.vram_state, {}
+    comfy.model_management.vram_state = comfy.model_management.VRAMState.NO_VRAM
+    try:
+        for name in ("floats", "INT8", "Q8_0", "W4A8"):
+            path = dit.write_as(folder, "floats" if name == "INT8" else name)
+            model = (
+                dit.stock(path)
+                if name == "floats"
+                else dit.load(path, memory="INT8" if name == "INT8" else "as stored")
+            )
+            plain = dit.sample(model, TEXT, STEPS, seed=1)
+            hooks = comfy.hooks.create_hook_lora(lora, 1.0, 0.0)
+            hooked = [dit.sample(model, TEXT, STEPS, seed=1, hooks=hooks) for _ in range(2)]
+            errors[name] = [relative_error(latent, expected) for latent in hooked]
+            errors[name].append(relative_error(dit.sample(model, TEXT, STEPS, seed=1), plain))
+            comfy.model_management.unload_all_models()
+    finally:
+        comfy.model_management.vram_state = before
+    return errors
 
 
 def run_applied(folder: Path, original_lora: torch.Tensor) -> dict:

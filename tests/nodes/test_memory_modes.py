@@ -57,6 +57,11 @@ def test_fewer_bits_compute_alike_as_int8_and_as_stored(reports, mode, kind):
     assert report["as stored, LoRA"]["error"] < 0.06
 
 
+def test_a_hook_acts_on_weights_that_stream(report):
+    for name, (first, second, removed) in report["hooked"].items():
+        assert max(first, second) < (0.4 if name == "W4A8" else 0.06) and removed < 0.002, name
+
+
 def test_applied_computes_as_loaded_with_a_lora_and_extracted(report):
     assert report["applied equal"]
     for variant in ("applied", "applied, LoRA"):

@@ -143,10 +143,11 @@ def recorded() -> Calibration:
     return run_node(model, **calibration(model))[3]
 
 
-def sample(model: ModelPatcher, text: str = "A", steps: int = 1, seed: int = 0) -> torch.Tensor:
-    """Sample as a KSampler node does, through everything that is attached to the MODEL."""
+def sample(model: ModelPatcher, text: str = "A", steps: int = 1, seed: int = 0, **named: object) -> torch.Tensor:
+    """Sample as a KSampler node does, through everything that is attached to the MODEL, and named values (`hooks`)
+    that are to the conditioning."""
     context, pooled = conditioning.encode(text)
-    cond = [[context, {"pooled_output": pooled}]]
+    cond = [[context, {"pooled_output": pooled, **named}]]
     empty = torch.zeros(len(text), latents.CHANNELS, latents.SIDE, latents.SIDE)
     noise = comfy.sample.prepare_noise(empty, seed)
     return comfy.sample.sample(model, noise, steps, 1.0, "euler", "simple", cond, cond, empty, seed=seed)
