@@ -140,6 +140,17 @@ def test_unloaded_nothing_of_a_lora_stays_on_the_device(dit, load, lora, room):
     assert not layer.weight_function
 
 
+@pytest.mark.parametrize("form, kernel", (("Q8_0", "fused int8"), ("W4A8", "bf16")))
+def test_a_lora_acts_once_where_a_part_is_unloaded(dit, load, form, kernel):
+    """ComfyUI attaches its patches to what it unloads, and calls nothing back. Its products in floats apply each."""
+    model = load(form, kernel=kernel)
+    in_floats = [name for name in dit.stored(model) if kernel == "bf16" or name not in dit.LINEARS]
+    patched = dit.with_lora(model, dit.lora(in_floats, 0.5))
+    output = dit.output(patched)
+    patched.partially_unload(patched.offload_device, patched.model_size())
+    torch.testing.assert_close(dit.forward(patched), output, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     "form, message",
     (
