@@ -29,6 +29,7 @@ from ...kernels.benchmark import (
 from ..attention.attention_kinds import read_call
 from ..attention.attention_override import AttentionObserver
 from ..comfyui.attention import comfyuis_attention
+from ..comfyui.patcher import passing
 from ..comfyui.quantized import NATIVE_LAYOUT, forwarded
 from ..deferred.install import deferred_call
 from ..host.sampling import empty_latent, sample_euler
@@ -74,16 +75,18 @@ def measure_forward(model: ModelPatcher, positive: list | None, latent: dict | N
         positive = made_up_prompt(model, tried, check_cancelled)
     if latent is None:
         latent = empty_latent(model, _SMALL_PIXELS if model.load_device.type == "cpu" else _PIXELS)
-    watched = model.clone()
-    clock = _Clock(watched)
-    watched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, clock.call)
-    try:
-        sample_euler(watched, positive, latent, _STEPS, lambda *_: check_cancelled())
-    except FAILURES as error:
-        if known:
-            raise
-        raise NoForward(f"connect positive and latent_image to measure a forward of this model ({error})") from error
-    return clock.split()
+    with passing(model.clone()) as watched:
+        clock = _Clock(watched)
+        watched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, _KEY, clock.call)
+        try:
+            sample_euler(watched, positive, latent, _STEPS, lambda *_: check_cancelled())
+        except FAILURES as error:
+            if known:
+                raise
+            raise NoForward(
+                f"connect positive and latent_image to measure a forward of this model ({error})"
+            ) from error
+        return clock.split()
 
 
 class _Clock:

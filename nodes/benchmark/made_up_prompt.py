@@ -8,6 +8,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
+from ..comfyui.patcher import passing
 from ..deferred.install import KEY as DEFERRED
 from ..host.sampling import sample_euler
 
@@ -33,7 +34,12 @@ def made_up_prompt(model: ModelPatcher, latent: dict, check: Callable[[], object
     of features that were split into parts it reads one. A model that fails before any layer often names the width: the
     largest number in its error is tried. `check` is called between the tries, and raises on cancel.
     """
-    model, widths, generator = model.clone(), {}, torch.Generator()
+    with passing(model.clone()) as clone:
+        return _tried(clone, latent, check)
+
+
+def _tried(model: ModelPatcher, latent: dict, check: Callable[[], object]) -> list | None:
+    widths, generator = {}, torch.Generator()
     model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, DEFERRED)  # it would take the stop for its own failure
 
     def stop(module: Any, args: tuple) -> None:

@@ -31,6 +31,7 @@ from ..comfyui.patcher import (
     DIFFUSION_MODEL,
     clone_around,
     copy_to_other_gpus,
+    passing,
     undo_object_patches,
     weight_below_patches,
 )
@@ -129,7 +130,20 @@ def quantize_model(
         nothing_lost = dict.fromkeys(coded or targets, 0.0)
         in_floats = settings.protection.choose(nothing_lost, nothing_lost, number_of_linears)
         settings.protection.check_left(len(targets), len(in_floats), number_of_linears)
-    model, progress = disarmed(model), Progress()  # a recorder is for samplings elsewhere
+    with passing(disarmed(model)) as observed:  # a recorder is for samplings elsewhere
+        return _quantize_targets(observed, settings, kernel, calibration, number_of_linears, targets, coded)
+
+
+def _quantize_targets(
+    model: ModelPatcher,
+    settings: QuantizationSettings,
+    kernel: str,
+    calibration: Calibration | CalibrationRun | None,
+    number_of_linears: int,
+    targets: Mapping[str, CastWeightBiasOp],
+    coded: Mapping[str, CastWeightBiasOp],
+) -> tuple[ModelPatcher, QuantizationReport, Calibration | None]:
+    progress = Progress()
     if isinstance(calibration, CalibrationRun):
         sampled = _LAYERS_PER_STEP * len(calibration.prompts) * (len(calibration.sigmas) - 1)
         whole = Progress(sampled + len(targets))

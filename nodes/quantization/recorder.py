@@ -18,6 +18,7 @@ from ..attention.attention_kinds import ATTENTION_KINDS, INT8, Way, int8_way, re
 from ..attention.attention_override import AttentionObserver
 from ..comfyui.attention import OVERRIDE, Attention
 from ..comfyui.compiling import has_compiled_parts
+from ..comfyui.patcher import passing
 from ..comfyui.quantized import forwarded
 from ..files.block_lists import block_of
 from ..host.sampling import previewer, sample
@@ -177,23 +178,23 @@ class CalibrationRun(NamedTuple):
         model that needs a prompt and has none.
         """
         recording = Recording()
-        observed = armed(model, recording)
-        preview, progress, prompts = previewer(observed), progress or Progress(), len(self.prompts)
-        for index, positive in enumerate(self.prompts):
-            doing = f"calibrating, prompt {index + 1} of {prompts}"
-            progress.say(doing)
-            sampling = progress.part(1 / prompts, len(self.sigmas) - 1)
+        with passing(armed(model, recording)) as observed:
+            preview, progress, prompts = previewer(observed), progress or Progress(), len(self.prompts)
+            for index, positive in enumerate(self.prompts):
+                doing = f"calibrating, prompt {index + 1} of {prompts}"
+                progress.say(doing)
+                sampling = progress.part(1 / prompts, len(self.sigmas) - 1)
 
-            def after_step(_step, x0, _x, _steps, doing=doing, sampling=sampling):
-                recording.check_latest()
-                sampling.step(f"{doing}, step", preview(x0))
+                def after_step(_step, x0, _x, _steps, doing=doing, sampling=sampling):
+                    recording.check_latest()
+                    sampling.step(f"{doing}, step", preview(x0))
 
-            sampled = positive, self.negative, self.cfg, self.sampler, self.sigmas, self.latent
-            try:
-                sample(observed, *sampled, (self.seed + index) % (1 << 64), after_step)
-            except (AttributeError, KeyError, TypeError) as error:  # what models raise that need one
-                if positive is not None:
-                    raise
-                said = f"{type(error).__name__}: {error}"
-                raise ValueError(f"this model does not run without a prompt ({said}): connect positive") from error
+                sampled = positive, self.negative, self.cfg, self.sampler, self.sigmas, self.latent
+                try:
+                    sample(observed, *sampled, (self.seed + index) % (1 << 64), after_step)
+                except (AttributeError, KeyError, TypeError) as error:  # what models raise that need one
+                    if positive is not None:
+                        raise
+                    said = f"{type(error).__name__}: {error}"
+                    raise ValueError(f"this model does not run without a prompt ({said}): connect positive") from error
         return recording.calibration()

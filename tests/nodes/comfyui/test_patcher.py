@@ -1,5 +1,8 @@
 """What other clones of a MODEL leave in the module that they share."""
 
+import gc
+
+import comfy.model_management
 import pytest
 import torch
 
@@ -37,3 +40,29 @@ def test_what_another_clone_replaced_is_not_this_models(dit, tmp_path, use):
     assert dit.relative_error(replaced, own) > 0.01
     assert torch.equal(USES[use](dit, model, tmp_path / "after"), expected)
     assert torch.equal(dit.output(other), replaced)
+
+
+@pytest.fixture
+def pinning(monkeypatch):
+    """MODELs stream, from memory that ComfyUI can pin."""
+    load = comfy.model_management.LoadedModel.model_load
+    monkeypatch.setattr(comfy.model_management.LoadedModel, "model_load", lambda loaded, *_, **__: load(loaded, 0.1))
+    monkeypatch.setattr(comfy.model_management, "pin_memory", lambda weight: True)
+    monkeypatch.setattr(comfy.model_management, "unpin_memory", lambda weight: True)
+
+
+@pytest.mark.parametrize("use", ("Quantize", "Quantize, calibrated", "Kernel Benchmark", "Kernel Benchmark, alone"))
+def test_weights_that_stream_stay_pinned(dit, pinning, tmp_path, use):
+    """ComfyUI unpins the weights that clones share with the first one that goes, and leaves them so."""
+    uses = USES | {
+        "Quantize": lambda dit, model, _: dit.quantize(model),
+        "Quantize, calibrated": lambda dit, model, _: dit.quantize(model, **dit.calibration(model)),
+        "Kernel Benchmark, alone": lambda dit, model, _: run(model, 16, [], None, None, "keep"),
+    }
+    model = dit.stock()
+    dit.sample(model)
+    pinned = set(model.pinned)
+    uses[use](dit, model, tmp_path)
+    gc.collect()
+    dit.sample(model)
+    assert pinned and model.pinned == pinned
