@@ -168,6 +168,7 @@ class Deferring(TorchFunctionMode):
         form = shape or like.shape, dtype or like.dtype, like.device
         note = Note(form, operand, (call, args, kwargs), self, is_view)
         if self._handed_out and note.is_in(self._handed_out):
+            note.forward = None  # it does not wait, and is not counted
             note.written()
             return deferred(note)
         if self._comparisons is not None:

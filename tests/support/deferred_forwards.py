@@ -440,6 +440,15 @@ def _numpy_before(b: Block, x: torch.Tensor) -> Lists:
     return taken(b, n)
 
 
+def _numpy_before_others(b: Block, x: torch.Tensor) -> Lists:
+    y, z, gate = b.enter(x), b.other(x), modulation(1)
+    y.numpy()
+    first, waiting = b.norm(y), gate * z
+    F.silu(z)  # a note that is gone at once, so that one fewer waits
+    gate.zero_()
+    return [first, waiting], []
+
+
 def _in_transposed_memory(b: Block, x: torch.Tensor) -> Lists:
     q = heads(b.enter(x)).transpose(1, 2)
     n = F.layer_norm(q, q.shape[-1:])
@@ -556,6 +565,7 @@ FORWARDS: dict[str, Forward] = {
         ([(n := b.norm(y := b.enter(x))), y + n, y.zero_(), x + n], [b.out(n)])
     ),
     "numpy before the note": _numpy_before,
+    "numpy before one of several notes": _numpy_before_others,
     "set_": lambda b, x: taken(b, n := b.norm(y := b.enter(x)), y.set_(torch.ones_like(y)), n),
     "norm in transposed memory": _in_transposed_memory,
     "contiguous, in transposed memory": _contiguous_in_transposed_memory,
