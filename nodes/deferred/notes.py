@@ -206,6 +206,11 @@ class Tracked(_Seen):
 
     shape, dtype, device, is_cuda = map(_asked_once, _FORM)  # pyright: ignore[reportAssignmentType]
 
+    def detach(self) -> "Tracked":
+        """The same of this type, which PyTorch asks for where it makes a Parameter of a tensor."""
+        with hidden_calls():
+            return super().detach().as_subclass(Tracked)
+
 
 def forget_form(values: Iterable[Any]) -> None:
     """Drop what is cached of the form of tensors among these: a call may have changed it."""

@@ -597,6 +597,9 @@ FORWARDS: dict[str, Forward] = {
     "tokens split": lambda b, x: (
         ([n := b.norm(x)], [b.out(part) for part in (*n.chunk(2, 1), *n.split(6, 1), *n.unbind(1))])
     ),
+    "a parameter of a clone": lambda b, x: (
+        [torch.nn.Parameter(t.clone(), requires_grad=False) * 2 for t in (b.enter(x), b.norm(b.enter(x)))], []
+    ),
     "a hook reads": _hooks_that_read,
     "a hook writes": lambda b, x: _hooked(
         b.out.register_forward_pre_hook,
