@@ -34,9 +34,10 @@ def fits_codes(n: int, k: int) -> bool:
 
 
 class HookedWeight:
-    """A linear's weight while a hook is on. ComfyUI takes the hook off by copying the old weight over it.
+    """A linear's weight while a hook is on. ComfyUI takes the hook off by copying the old weight over it, which then
+    lies where this one does: ComfyUI may have moved the linear meanwhile.
 
-    Memory of the host that ComfyUI has pinned must not be freed meanwhile: CUDA would still take it for pinned. A
+    Memory of the host that ComfyUI has pinned must not be freed until then: CUDA would still take it for pinned. A
     HeldWeight lives on as ComfyUI's backup, and floats as `own`.
     """
 
@@ -50,7 +51,11 @@ class HookedWeight:
     def copy_(self, weight: torch.Tensor, non_blocking: bool = False) -> Any:
         if self.linear is None or self is not self.linear.weight:  # one like it, which ComfyUI fills on another device
             return super().copy_(weight, non_blocking)  # pyright: ignore[reportAttributeAccessIssue]
-        self.linear.weight = torch.nn.Parameter(weight, requires_grad=False) if self.own is None else self.own
+        place: Any = self
+        old = weight if self.own is None else self.own
+        if old.device != place.device:
+            old = to_device(weight, place.device)
+        self.linear.weight = torch.nn.Parameter(old, requires_grad=False)
         return self
 
 
@@ -63,7 +68,15 @@ class _HookedINT8(HookedWeight, HeldWeight):
 
 
 class _HookedFloats(HookedWeight, torch.nn.Parameter):
-    pass
+    def detach(self) -> "_HookedFloats":
+        return self  # a Parameter is made of this
+
+    def to(self, *args, **kwargs) -> "_HookedFloats":
+        moved: Any = super().to(*args, **kwargs)
+        if moved is not self:
+            moved = _HookedFloats(moved, requires_grad=False)
+            moved.linear = self.linear
+        return moved
 
 
 def put_hooked(linear: Any, weight: torch.Tensor, seed: int | None) -> None:

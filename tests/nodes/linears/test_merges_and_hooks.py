@@ -272,6 +272,21 @@ def test_a_hooks_weight_is_streamed_as_it_is(dit, load_stored, kind):
     assert torch.equal(float_weight(copied), float_weight(hooked))
 
 
+@pytest.mark.parametrize("layer", (None, "t_embedder.mlp.0"), ids=("INT8", "floats"))
+@pytest.mark.parametrize("kind", ("Q8_0", "W4A8", "INT8"))
+def test_a_hook_goes_where_its_linear_was_unloaded_meanwhile(dit, load_stored, all_may_stay_stored, kind, layer):
+    """Its old weight does not come back to the card, where ComfyUI counts it no more, and has its form again."""
+    model = dit.load() if kind == "INT8" else load_stored(kind)
+    linear = dit.module(model, layer or dit.LAYER)
+    before = linear.weight
+    backup = before.to(device=before.device, copy=True)
+    put_hooked(linear, 1.5 * float_weight(before), 1)
+    linear.to(torch.device("cpu"))
+    linear.to(torch.device("meta"))  # another place, as the host is for a linear on a card
+    comfy.utils.copy_to_param(linear, "weight", backup)
+    assert linear.weight.device.type == "meta" and type(linear.weight.data) is type(before.data)
+
+
 def test_a_hook_beside_a_lora_on_stored_blocks(dit, stored, lora, other_file):
     hook = lora_hook(dit, lora, other_file)
     expected = hooked(dit, dit.with_lora(dit.stock(), lora), hook)
