@@ -1,5 +1,5 @@
-"""Screenshots of what a user sees, to be looked at one by one: each template as it opens and with results, each node
-fresh and with its result, runs that fail. In both renderers, in the dark and the light palette, in two sizes.
+"""Screenshots of what a user sees, to be looked at one by one: each template as it opens, as a graph and with results,
+each node fresh and with its result, runs that fail. In both renderers, in the dark and the light palette, in two sizes.
 
     COMFYUI_PATH=~/ComfyUI python tests/draw_screens.py FOLDER
 
@@ -56,8 +56,11 @@ def run_and_wait(page: Page, server: ComfyServer) -> None:
 def screens(page: Page, server: ComfyServer, results: dict[str, dict], nodes: list[str]) -> Iterator[str]:
     """Bring the page into one state after the other; what it then shows."""
     for path in TEMPLATES:
-        load(page, read(path))
+        workflow = read(path)
+        load(page, workflow)
         yield f"{path.stem}, as it opens"
+        load(page, workflow | {"extra": workflow["extra"] | {"linearMode": False}})
+        yield f"{path.stem}, as a graph"
         show_results(page, results)
         yield f"{path.stem}, with results"
     for node in nodes:
