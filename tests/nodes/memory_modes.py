@@ -144,13 +144,9 @@ def run_hooked(folder: Path) -> dict[str, list[float]]:
     before, errors = comfy.model_management.vram_state, {}
     comfy.model_management.vram_state = comfy.model_management.VRAMState.NO_VRAM
     try:
-        for name in ("floats", "INT8", "Q8_0", "W4A8"):
+        for name, memory in {"floats": None, "INT8": "INT8", "Q8_0": "as stored", "W4A8": "as stored"}.items():
             path = dit.write_as(folder, "floats" if name == "INT8" else name)
-            model = (
-                dit.stock(path)
-                if name == "floats"
-                else dit.load(path, memory="INT8" if name == "INT8" else "as stored")
-            )
+            model = dit.load(path, memory=memory) if memory else dit.stock(path)
             plain = dit.sample(model, TEXT, STEPS, seed=1)
             hooks = comfy.hooks.create_hook_lora(lora, 1.0, 0.0)
             hooked = [dit.sample(model, TEXT, STEPS, seed=1, hooks=hooks) for _ in range(2)]
