@@ -132,14 +132,15 @@ class HeldWeight(QuantizedTensor):
         return self.dequantize().half()
 
     def to(self, *args, copy: bool = False, **kwargs) -> QuantizedTensor:
-        device = kwargs.get("device", args[0] if args else None)
+        device = kwargs.get("device", args[0] if args else None)  # or a dtype
+        for_device = isinstance(device, torch.device)
         waits = not kwargs.get("non_blocking") and not any(argument is True for argument in args)
         there = self
-        if waits and isinstance(device, torch.device) and _crosses_slowly(self._qdata, device):
+        if waits and for_device and _crosses_slowly(self._qdata, device):
             there = to_device(self, device)
         moved = QuantizedTensor.to(there, *args, **kwargs)
-        same, lazy = moved._qdata is self._qdata, isinstance(self._qdata, LazyTensor)
-        return moved.clone() if copy and same and (device is None or lazy) else moved
+        stays = for_device and not isinstance(self._qdata, LazyTensor)
+        return moved.clone() if copy and moved._qdata is self._qdata and not stays else moved
 
     def _copy_with(self, *args, **kwargs) -> "HeldWeight":
         return held_weight(super()._copy_with(*args, **kwargs))

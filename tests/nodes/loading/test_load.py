@@ -227,6 +227,15 @@ def test_a_weight_from_device_to_device():
     assert half.dtype == torch.float16 and torch.equal(half.dequantize(), weight.to(dtype=torch.float16).dequantize())
 
 
+@pytest.mark.parametrize("dtype", (None, torch.bfloat16))
+def test_a_weight_is_copied_where_no_device_is_named(dtype):
+    """ComfyUI's patches change such a copy, and its hooks keep what they ask a device for."""
+    weight = int8_weight(*quantize_weight(torch.randn(48, 64), ChannelTransform()), torch.bfloat16)
+    for copy in (weight.to(dtype, copy=True), weight.to(dtype=dtype, copy=True)):
+        assert torch.equal(stored(copy), stored(weight)) and copy.data_ptr() != weight.data_ptr()
+    assert weight.to(device=weight.device, copy=True).data_ptr() == weight.data_ptr()
+
+
 @pytest.fixture
 def beside(monkeypatch):
     """What threads beside the loading have copied into the host's memory, slowly. Weights on a CPU are copied, too."""
