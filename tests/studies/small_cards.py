@@ -16,7 +16,8 @@ models: a conditional forward (256 text tokens) and an unconditional one. A step
 computes, and the second model of Ideogram 4 is a copy of the first one's file. W4A8 needs a ComfyUI and a comfy-kitchen
 that know it. With `--folder` a model's study can be measured in parts: the table has all rows of that folder, and a
 part that is measured again replaces its own. `--answers` asks Kernel Benchmark on each card what to load, and sets its
-predictions beside what was measured.
+predictions beside what was measured. Host memory is that of the process, which measures all loaders of a memory mode:
+give one at a time for rows of their own.
 """
 
 import argparse
@@ -311,7 +312,17 @@ def measure_loader(arguments: argparse.Namespace, name: str, labels: dict, pixel
             "tensors_gb": torch.cuda.max_memory_allocated() / 1e9 if on_card else 0.0,
             "taken_gb": (free - torch.cuda.mem_get_info()[0]) / 1e9 if on_card else 0.0,
         }
-        print(json.dumps(row), flush=True)
+        print(json.dumps(row | host_memory()), flush=True)
+
+
+def host_memory() -> dict[str, float]:
+    """What this process holds of the host's memory, in GB: what no file backs, that at most with files, and pinned."""
+    import comfy.model_management
+
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    anonymous, most = (int(status[key].split()[0]) * 1024 / 1e9 for key in ("RssAnon", "VmHWM"))
+    pinned = comfy.model_management.TOTAL_PINNED_MEMORY / 1e9
+    return {"anonymous_gb": anonymous, "most_gb": most, "pinned_gb": pinned}
 
 
 def table(rows: list[dict]) -> str:
@@ -337,10 +348,11 @@ def table(rows: list[dict]) -> str:
                 number(row, "error", ".3f"),
                 number(row, "load_seconds", ".2f"),
                 number(row, "ready_seconds", ".1f"),
+                *(number(row, key, ".2f") for key in ("anonymous_gb", "most_gb", "pinned_gb")),
             ]
         )
     columns = ["free", "memory mode", "LoRA", "loader", "ms", "of stock", "weights on the card GB", "tensors GB"]
-    columns += ["taken GB", "error", "loaded s", "first step done s"]
+    columns += ["taken GB", "error", "loaded s", "first step done s", "host GB", "host at most GB", "pinned GB"]
     return markdown(columns, lines)
 
 
