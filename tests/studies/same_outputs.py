@@ -6,15 +6,19 @@
 `write` runs a real ComfyUI server on the CPU with the pack in DIR (by default this one). It keeps what the server tells
 the frontend of each node, the files that the nodes save, sampled images, the lines and tables on the nodes, their
 errors, the log of the pack and the example workflows. Times, dates and versions are masked. It takes two minutes.
+A busy machine may not split a forward into its parts: then the benchmark's table is shorter.
 """
 
 import argparse
 import hashlib
+import io
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 HERE = Path(__file__).resolve().parents[2]
 TEXT = "INT8"
@@ -47,11 +51,14 @@ def masked(text: str) -> str:
 
 def masked_numbers(value: Any) -> Any:
     """A JSON value without what a measurement makes of it."""
+    if isinstance(value, str) and value.startswith("{"):  # what Copy JSON copies
+        value = json.loads(value)
     if isinstance(value, dict):
         return {masked(key): masked_numbers(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        # Whether the machine was steady is no output of the pack's.
-        return [masked_numbers(entry) for entry in value if "not steady" not in str(entry)[-80:]]
+        # Whether the machine was steady is no output of the pack's, nor is the order, the fastest first.
+        kept = (masked_numbers(entry) for entry in value if "not steady" not in str(entry)[-80:])
+        return sorted(kept, key=json.dumps)
     return masked(re.sub(r"\d+(\.\d+)?", "N", value)) if isinstance(value, str) else type(value).__name__
 
 
@@ -76,6 +83,12 @@ def content(path: Path) -> dict[str, Any]:
     return found
 
 
+def pixels_of(image: bytes) -> str:
+    """A hash of an image's pixels: in its file ComfyUI also notes when the model's file was written."""
+    with Image.open(io.BytesIO(image)) as opened:
+        return f"{opened.size} {hashlib.sha256(opened.tobytes()).hexdigest()}"
+
+
 class Kept:
     """What was found, each under a name of its own."""
 
@@ -95,8 +108,7 @@ class Kept:
             for kind, entries in shown.items():
                 key = f"{name}: {prompt[node]['class_type']} {node} {kind}"
                 if kind == "images":
-                    images = [self.server.view(**image) for image in entries]
-                    self.found[key] = [hashlib.sha256(image).hexdigest() for image in images]
+                    self.found[key] = [pixels_of(self.server.view(**image)) for image in entries]
                 elif kind == "saved":
                     self.found[key] = content(self.server.saved_path(shown))
                 elif kind != "latents":

@@ -44,12 +44,13 @@ def calibrated_model(
     steps: int = GLYPH_STEPS,
     protect_layers: int = GLYPH_PROTECT_LAYERS,
     seed: int = 0,
+    **widgets: object,
 ) -> Link:
-    """``model`` quantized after a calibration run that samples ``text`` with it."""
+    """``model`` quantized after a calibration run that samples ``text`` with it; more widgets by name."""
     conditioning, latent = glyph_conditioning(prompt, text)
     run = {"sampler": _euler(prompt), "sigmas": _sigmas(prompt, model, steps), "latent_image": latent}
     run |= {"cfg": 1.0, "seed": seed, "positive.positive_0": conditioning}
-    return _quantize(prompt, model, protect_layers, **run)
+    return _quantize(prompt, model, protect_layers, **run, **widgets)
 
 
 def uncalibrated_model(prompt: Prompt, model: Link) -> Link:
