@@ -1,7 +1,8 @@
 """Wrappers that let work be deferred: around the calls of a MODEL, of a text encoder, and of single modules."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,6 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...kernels import foreground
 from ..comfyui.attention import OVERRIDE
-from ..comfyui.called_linears import CalledLinears, linears_called
 from ..comfyui.compiling import compiles, is_compiled_module
 from ..host import notices
 from . import arithmetic, rotary, views  # noqa: F401  # pyright: ignore[reportUnusedImport]  # the mode's handlers
@@ -33,12 +33,6 @@ def defer(model: ModelPatcher) -> None:
     model.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
     # Other nodes may have compiled parts of the model since the last run.
     model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, lambda _: calls.compiled.clear())
-
-
-def past_kernel(model: ModelPatcher) -> set[str]:
-    """Return paths in the diffusion model of linears that a first step found multiplied past the fused kernel."""
-    calls = model.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
-    return calls[0].__self__.past if calls else set()
 
 
 def deferring_class(own: Any, computes_on: torch.device) -> type:
@@ -71,7 +65,6 @@ class _Calls:
         # By root module and conditions: whether deferred calls agree with the module's own.
         self._agreed: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple, bool]] = weakref.WeakKeyDictionary()
         self.compiled: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
-        self.past: set[str] = set()  # paths of linears that are multiplied past the kernel
 
     def call(
         self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options: Mapping = {}, **named
@@ -102,30 +95,24 @@ class _Calls:
             return deferred_call(call)
         if conditions in agreed or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return call()
-        linears = {name: part for name, part in root.named_modules() if _is_fused(part, device)}
-        with linears_called(linears) as ran:
-            output, found = _compared(root, call, ran)
-        new = [name for name in ran.past if name not in self.past]
-        if new:
-            self.past.update(new)
-            some = f"{', '.join(new[:3])}{', …' if new[3:] else ''}"
-            notices.warn(
-                "unfused",
-                "Not all linears run fused",
-                f"{len(self.past)} of {len(linears)} INT8 linears are multiplied past the fused kernel, by ComfyUI "
-                f"itself or another pack, which is slower: {some}. Update INT8 DiT.",
-            )
+        called: list[torch.nn.Module] = []  # a cache of whole steps, such as ComfyUI's EasyCache, leaves out all
+        with ExitStack() as undo:
+            for part in root.modules():
+                if _is_fused(part, device):
+                    undo.callback(part.register_forward_pre_hook(lambda part, _: called.append(part)).remove)
+            output, found = _compared(root, call, called)
         if found is not None:
             agreed[conditions] = found
         return output
 
 
-def _compared(root: torch.nn.Module, call: Callable[[], Any], ran: CalledLinears) -> tuple[Any, bool | None]:
-    """Return the output, deferred if that agrees with the module's own, and whether it does; None if nothing tells."""
+def _compared(root: torch.nn.Module, call: Callable[[], Any], called: Collection) -> tuple[Any, bool | None]:
+    """Return the output, deferred if that agrees with the module's own, and whether it does; None if nothing tells, as
+    where no linear is added to those that were `called`."""
     try:
         with Deferring(checking=True) as forward:
             output = call()
-        if not ran.called:
+        if not called:
             return forward.finish(output), None
         output, found = forward.finish(output), forward.agreed()
         why = "its fused form does not do the same here"

@@ -14,7 +14,6 @@ from ..attention.attention_override import AttentionOverride
 from ..comfyui.attention import OVERRIDE
 from ..comfyui.layer_choices import chosen_layers
 from ..comfyui.quantized import NATIVE_FORMAT, layout_of
-from ..deferred.install import past_kernel
 from ..files.quant_config import W4A4
 from ..host.notices import Badge
 from ..linears.file_notes import unknown_choices_of
@@ -23,7 +22,6 @@ from ..linears.weight_form import WeightForm, weight_form
 from .memory_choice import memory_choice
 
 _FUSED_RANK, _NATIVE_RANK = 0, 1  # the first places of the line
-_PAST = 2, "INT8 that ComfyUI computes itself, past the fused kernel"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _FORMATS = {
     "float8_e4m3fn": "FP8",
@@ -61,7 +59,7 @@ def summarize(model: ModelPatcher) -> Summary:
     protects = any(form is not None or getattr(modules[name], "dequantized", False) for name, form in forms.items())
     own = {name: _kind(model, name, modules[name], form, name in usual, protects) for name, form in forms.items()}
     attention = None if model.is_clip else describe_attention(model)
-    kinds = Counter((own | dict.fromkeys(past_kernel(model) & own.keys(), _PAST)).values())
+    kinds = Counter(own.values())
     int8 = sum(count for (rank, _), count in kinds.items() if rank == _FUSED_RANK)
     native = sum(count for (rank, _), count in kinds.items() if rank == _NATIVE_RANK)
     counts = {text: kinds[rank, text] for rank, text in sorted(kinds)}

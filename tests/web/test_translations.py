@@ -17,9 +17,8 @@ SENTENCES = (  # what nodes say in English, cut and put together in every way
     "34 of 34 linears fused INT8, attention as ComfyUI, weights as INT8 in 9.3 GB (as stored 5.2 GB)",
     "204 of 211 linears fused INT8, 3 INT8 from GGUF Q4_K with 16-bit activations in plain PyTorch (no GPU), 2 INT8 "
     "in memory but computed in bf16, 1 INT8 in memory but computed in fp16 (bf16 was chosen), 1 fp32 (bf16 was chosen)",
-    "204 of 211 linears INT8 from W4A8 with 16-bit activations in plain PyTorch (no GPU), 7 INT8 that ComfyUI computes "
-    "itself, past the fused kernel, attention as ComfyUI",
-    "211 of 211 linears INT8 that ComfyUI computes itself, past the fused kernel, attention as ComfyUI",
+    "204 of 211 linears INT8 from W4A8 with 16-bit activations in plain PyTorch (no GPU), 7 bf16 (protected), "
+    "attention as ComfyUI",
     "204 of 211 linears fused INT8, 5 ComfyUI's INT8 (measured to be the fastest on this RTX 3060, 2026-11-28), 2 bf16 "
     "(the model runs on cpu, and INT8 tensor cores need a GPU), attention the fastest exact way",
     "34 of 34 linears fp32 (small or sensitive), attention as ComfyUI, exact in 3 blocks",
@@ -96,7 +95,6 @@ SENTENCES = (  # what nodes say in English, cut and put together in every way
     "Triton does not go with PyTorch",
     "INT8 layers compute in bf16",
     "The model runs unfused",
-    "Not all linears run fused",
     "INT8 attention did not run",
     "a call of the model ran without it: no call reached it: the model, or another node's override, bypasses it.",
     "a call of the model ran without it: another attention is chosen; its shapes or options are unusual.",
@@ -107,8 +105,6 @@ SENTENCES = (  # what nodes say in English, cut and put together in every way
     "is as fast.",
     "211 of 211 linears bf16 (measured to be the fastest on this RTX 3060, 2026-11-28), attention INT8 where it fits",
     "211 of 211 linears ComfyUI's INT8, attention INT8 (comfy-kitchen) where it fits",
-    "3 of 24 INT8 linears are multiplied past the fused kernel, by ComfyUI itself or another pack, which is slower: "
-    "blocks.0.fc2, blocks.1.fc2, blocks.2.fc2. Update INT8 DiT.",
     "Flux runs without the fusion between its linears, which is slower: its fused form does not do the same here.",
     "Flux runs without the fusion between its linears, which is slower: its fused form failed (ValueError: x: 3. y).",
 )

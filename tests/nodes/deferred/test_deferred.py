@@ -673,8 +673,7 @@ def test_rows_that_are_set_are_quantized_beside_the_others(block, took, start, s
     x = forwards.randn(forwards.SAMPLES, forwards.TOKENS, forwards.WIDTH, seed=3)
     with torch.no_grad():
         own = forward(x)
-        ran = deferral.install.CalledLinears({"out"})
-        output, agreed = deferral.install._compared(block, lambda: forward(x), ran)
+        output, agreed = deferral.install._compared(block, lambda: forward(x), [block.out])
         assert agreed and took["linear"] == 3
         assert torch.equal(deferral.install.deferred_call(lambda: forward(x)), output)
     assert relative_error(output, own) <= ROUNDED

@@ -128,8 +128,8 @@ def test_a_call_that_was_skipped_shows_nothing_and_is_made_once(dit):
     compared = []
     own = install._compared
 
-    def seen(root, call, ran):
-        compared.append(own(root, call, ran))
+    def seen(root, call, called):
+        compared.append(own(root, call, called))
         return compared[-1]
 
     with patch.object(install, "_compared", seen):
