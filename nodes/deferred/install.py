@@ -18,6 +18,7 @@ from ..host import notices
 from . import arithmetic, rotary, views  # noqa: F401  # pyright: ignore[reportUnusedImport]  # the mode's handlers
 from .mode import Deferring
 from .notes import as_tracked
+from .second_call import repeatable
 
 KEY = "int8_dit_deferred"
 """The key of the wrapper in a MODEL."""
@@ -78,12 +79,15 @@ class _Calls:
         def run() -> Any:
             return executor(as_tracked(x), t, c_concat, as_tracked(c_crossattn), control, transformer_options, **named)
 
-        return self.run(executor.class_obj.diffusion_model, run, x.device, conditions)
+        return self.run(executor.class_obj.diffusion_model, run, x.device, conditions, (transformer_options, *given))
 
     @foreground.computing()
-    def run(self, root: torch.nn.Module, call: Callable[[], Any], device: torch.device, conditions: tuple) -> Any:
+    def run(
+        self, root: torch.nn.Module, call: Callable[[], Any], device: torch.device, conditions: tuple, given: tuple = ()
+    ) -> Any:
         """Call a module's forward, deferred where its linears run fused and deferred calls agree with its own. Neither
-        times nor which kernels are compiled decide: one seed gives one picture."""
+        times nor which kernels are compiled decide: one seed gives one picture. `given` are arguments of the forward,
+        which may change what they hold."""
         if torch.is_grad_enabled() or comfy.model_management.in_training or torch.compiler.is_compiling():
             return call()
         if root not in self.compiled:
@@ -100,7 +104,7 @@ class _Calls:
             for part in root.modules():
                 if _is_fused(part, device):
                     undo.callback(part.register_forward_pre_hook(lambda part, _: called.append(part)).remove)
-            output, found = _compared(root, call, called)
+            output, found = _compared(root, repeatable(call, given), called)
         if found is not None:
             agreed[conditions] = found
         return output
