@@ -1,4 +1,4 @@
-"""How long a step of a test may take."""
+"""What a step of a test may take: time, and memory."""
 
 from __future__ import annotations
 
@@ -24,3 +24,10 @@ def no_hang(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def peak_memory() -> int:
+    """The most memory that this process has had, in bytes."""
+    import resource  # Windows has none
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,6 +1,7 @@
 """Files that cannot be loaded: each ends in one ValueError that begins with the file's name, whatever would compute.
 
-A table, DAMAGES, has an entry for each kind of damage. Behind it is damage to tensors and blocks of several families.
+A table, DAMAGES, has an entry for each kind of damage. What nobody can list is at the end: damage to tensors and blocks
+of several families, and mutants of GGUF files. INT8_DIT_MUTANTS=10 tries ten times as many of these.
 
 Damaged calibrations: test_calibration.py. The two files of a Transformer Lab model: test_transformer_lab.py.
 """
@@ -8,6 +9,7 @@ Damaged calibrations: test_calibration.py. The two files of a Transformer Lab mo
 import contextlib
 import json
 import math
+import os
 import pickle
 import re
 import struct
@@ -31,10 +33,10 @@ from int8_dit.nodes.files import quant_config
 from int8_dit.nodes.loading.loaded_checks import check_scaled, unscaled_codes
 from int8_dit.nodes.saving.save import save_gguf_model
 from support import damaged_models as models
-from support import gguf_files, gguf_parts
+from support import gguf_files, gguf_mutants
 from support import glyph_dit as dit
 from support.file_formats import FORMATS, GROUPED, config_in, encoded, fp8_scaled, in_metadata
-from support.limits import no_hang
+from support.limits import no_hang, peak_memory
 from support.tensors import relative_error
 
 LAYER = "joint_blocks.1.x_block.mlp.fc1"  # [768, 192]
@@ -132,9 +134,9 @@ SOURCES = {
     "nothing": lambda tmp: (tmp,),
     "bytes": lambda tmp: (dit.FILE.read_bytes(),),
     "of this pack": of_this_pack,
-    "Q8_CR": lambda tmp: (gguf_parts.taken_apart(in_q8_cr(tmp)),),
+    "Q8_CR": lambda tmp: (gguf_mutants.taken_apart(in_q8_cr(tmp)),),
     **{
-        type: lambda tmp, type=type: (gguf_parts.taken_apart(gguf_parts.file_in(type)),)
+        type: lambda tmp, type=type: (gguf_mutants.taken_apart(gguf_mutants.file_in(type)),)
         for type in ("Q8_0", "Q4_K", "IQ4_NL")
     },
 }
@@ -521,13 +523,13 @@ MODELS = [
 # GGUF
 
 
-def number(kind, place, value):
-    """The file's bytes with another one of its numbers of a kind."""
+def retyped(kind, number, type):
+    """The file's bytes with another type of a tensor or a value."""
 
     def change(file):
         data = bytearray(file.written())
-        at, letter = file.places[kind][place]
-        struct.pack_into(f"<{letter}", data, at, value)
+        at, _ = file.places[f"{kind} type"][number]
+        struct.pack_into("<I", data, at, type)
         return bytes(data)
 
     return change
@@ -535,15 +537,11 @@ def number(kind, place, value):
 
 def shorter(file):
     """F32 that became F16: the file would load and be wrong."""
-    return number("tensor type", file.index("context_embedder.bias"), 1)(file)
+    return retyped("tensor", file.index("context_embedder.bias"), 1)(file)
 
 
 def array(kind, number, data):
     return 9, struct.pack("<IQ", kind, number) + data
-
-
-def text(words):
-    return 8, struct.pack("<Q", len(words)) + words.encode()
 
 
 MORE_THAN_ANY_FILE_HAS = (
@@ -584,9 +582,9 @@ def without(name):
     return change
 
 
-def saying(words):
+def saying(text):
     """The metadata of the layer are this text."""
-    return lambda file: file.put(CONFIG.encode(), *text(words))
+    return lambda file: file.put(CONFIG.encode(), 8, struct.pack("<Q", len(text)) + text.encode())
 
 
 def in_q8_k(file):
@@ -594,62 +592,23 @@ def in_q8_k(file):
     file.tensors = [replace(file.tensors[0], name=b"a.weight", dims=(256, 2), type=15, data=bytes(2 * 292))]
 
 
-def with_tensor(which, **parts):
-    """With another name, shape or data of a tensor."""
-
-    def change(file):
-        place = file.index(which)
-        file.tensors[place] = replace(file.tensors[place], **parts)
-
-    return change
-
-
-def with_value(key, kind, raw):
-    return lambda file: file.put(key, kind, raw)
-
-
-def said_to_be(*shape):
-    """The entry for the real shape of a tensor that is stored in another one."""
-    return with_value(
-        b"comfy.gguf.orig_shape." + gguf_parts.RESHAPED.encode(),
-        *array(5, len(shape), struct.pack(f"<{len(shape)}i", *shape)),
-    )
-
-
-OTHER_NUMBERS = (
-    *(("start", place, value) for place, value in ((0, 0), (1, 99), (2, 3), (3, 3), (3, (1 << 64) - 1))),
-    *(("length", place, value) for place in (0, -1) for value in (1, 1 << 40, (1 << 64) - 1)),
-    *(("dimension", place, value) for place in (0, -1) for value in (0, 7, 1 << 40, 1 << 62)),
-    *(("dimensions", -1, value) for value in (0, 9, 1 << 31)),
-    *(("offset", place, value) for place in (1, -1) for value in (0, 33, 1 << 62)),
-)
 CONFIG = f"comfy.gguf.quant.{LAYER}.weight"
 BAD_GROUP = json.dumps({**PLAIN, "convrot": True, "weight_rotated": True, "convrot_groupsize": 1024})
 TABLE = "joint_blocks.0.table"
 FILES = (
     ("Q8_0", shorter, f"{EMBEDDER} does not begin where context_embedder.bias ends"),
     *(
-        ("Q8_0", number(f"{kind} type", -1, 99), f"model.gguf: it has a {kind} of type 99, {NEWER}")
+        ("Q8_0", retyped(kind, -1, 99), f"model.gguf: it has a {kind} of type 99, {NEWER}")
         for kind in ("tensor", "value")
     ),
     *(("Q8_0", lambda file, more=more: file.values.extend(more), says) for says, more in MORE_THAN_ANY_FILE_HAS),
     ("Q8_0", lambda file: file.written() + bytes(32), "32 bytes lie behind"),
-    *(("Q8_0", number(*other), "") for other in OTHER_NUMBERS),
-    *(("Q4_K", number("array", *other), "") for other in ((0, 7), (0, 99), (1, 0), (1, 1 << 40))),  # an original shape
-    *(("Q8_0", lambda file, length=length: file.written()[:length], "") for length in (30, 999, 99_999, -1)),
-    ("Q8_0", with_value(b"general.alignment", 4, struct.pack("<I", 3)), ""),
-    ("Q8_0", with_value(b"general.architecture", *text("llama")), "it holds a language or vision model (llama)"),
-    ("Q8_0", lambda file: file.tensors.append(file.tensors[0]), ""),  # two of one name
-    *(("Q8_0", with_tensor(f"{OTHER}.weight", dims=dims), "") for dims in ((768 * 192,), (192, 768), (1 << 40, 1))),
-    ("Q8_0", with_tensor(f"{OTHER}.bias", name=f"{OTHER}.scale".encode()), ""),
-    *(("Q4_K", said_to_be(*shape), "") for shape in ((0,), (-1, -4), (1,) * 40, (7, 5), ())),
-    ("Q4_K", with_value(b"comfy.gguf.orig_shape." + gguf_parts.RESHAPED.encode(), *text("[1]")), ""),
     *(
         (type, not_a_number(name), NOT_FINITE)
         for name in (f"{OTHER}.weight", "t_embedder.mlp.0.weight")
         for type in ("Q8_0", "Q4_K", "IQ4_NL")
     ),
-    ("Q4_K", without(f"comfy.gguf.orig_shape.{gguf_parts.RESHAPED}"), "cannot make a model of these tensors"),
+    ("Q4_K", without(f"comfy.gguf.orig_shape.{gguf_mutants.RESHAPED}"), "cannot make a model of these tensors"),
     ("Q8_0", in_q8_k, "a.weight is in the format Q8_K, which is not read; use a file in one of"),
     ("Q8_CR", without(f"{LAYER}.weight_scale"), f"{LAYER}.weight_scale is missing"),
     ("Q8_CR", without(f"{LAYER}.weight"), f"{LAYER}.weight is missing although"),
@@ -971,12 +930,19 @@ def test_a_large_weight_that_becomes_int8(tmp_path, monkeypatch, value, says):
         dit.load(dit.write(tmp_path / NAME, weights))
 
 
+# GGUF files of any content
+
+NOISE = 1e-3  # of float32: whoever takes a value for another one is off by far more
+SECONDS = 60  # for one file of 8 MB
+MOST_MEMORY = 1 << 30
+
+
 @pytest.mark.slow
 def test_a_tokenizer(tmp_path):
     """Of a model that has its text encoder's beside it: its arrays are passed over, and make no object of each item."""
-    number, whole, path = 1 << 20, gguf_parts.file_in("Q8_0"), tmp_path / "a.gguf"
+    number, whole, path = 1 << 20, gguf_mutants.file_in("Q8_0"), tmp_path / "a.gguf"
     texts = array(8, number // 4, (struct.pack("<Q", 3) + b"abc") * (number // 4))
-    file = gguf_parts.taken_apart(whole)
+    file = gguf_mutants.taken_apart(whole)
     file.values += [*((b"scores%d" % n, *array(6, number, bytes(4 * number))) for n in range(4)), (b"t", *texts)]
     path.write_bytes(file.written())
     tracemalloc.start()
@@ -988,3 +954,35 @@ def test_a_tokenizer(tmp_path):
     assert most < 1 << 26
     path.write_bytes(whole)
     assert dit.forward(model).equal(dit.forward(dit.load(path)))
+
+
+@pytest.mark.slow
+def test_mutants_are_refused_or_right(tmp_path):
+    """Each in one clear error, or it computes what the whole file does."""
+    pytest.importorskip("resource")  # Windows has none
+    path, expected = tmp_path / "the mutant.gguf", {}
+    files = {type: gguf_mutants.file_in(type) for type in gguf_mutants.TYPES}
+    for base, data in files.items():
+        path.write_bytes(data)
+        expected |= {(base, way): dit.forward(dit.load(path, *way)) for way in WAYS}
+    before, wrong, seen = peak_memory(), [], set()
+    count = 2 * len(gguf_mutants.MUTATIONS) * int(os.environ.get("INT8_DIT_MUTANTS", "1"))
+    for number, mutant in enumerate(gguf_mutants.mutants(files, count)):
+        way = WAYS[number % len(WAYS)]
+        path.unlink()  # a tensor of the one before may still be mapped
+        path.write_bytes(mutant.data)
+        try:
+            with no_hang(SECONDS):
+                error = relative_error(dit.forward(dit.load(path, *way)), expected[mutant.base, way])
+        except Exception as raised:
+            clear, said = isinstance(raised, (ValueError, OSError)) and path.name in str(raised), repr(raised)[:300]
+            ended = "refused" if clear else "unclear error"
+        else:
+            legitimate, said = mutant.free and math.isfinite(error), f"{error:.1e}"
+            ended = "right" if error < NOISE else "legitimately another" if legitimate else "silently wrong"
+        seen.add(ended)
+        if ended in ("unclear error", "silently wrong"):
+            wrong.append((ended, number, *mutant[:2], way, said))
+    assert not wrong, "\n".join(map(str, wrong))
+    assert seen == {"refused", "right", "legitimately another"}
+    assert peak_memory() - before < MOST_MEMORY
