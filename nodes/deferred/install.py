@@ -45,7 +45,8 @@ def deferring_class(own: Any, computes_on: torch.device) -> type:
             given = (*args, *kwargs.values())
             # Not that of the weights, which may be offloaded. A text encoder's inputs may be lists of tokens.
             device = next((value.device for value in given if isinstance(value, torch.Tensor)), computes_on)
-            return calls.run(self, partial(super().forward, *args, **kwargs), device, (*_form_of(given), *kwargs))
+            own_call = partial(super().forward, *args, **kwargs)
+            return calls.run(self, own_call, device, (*_form_of(given), *kwargs), given)
 
     for name in ("__name__", "__qualname__", "__module__"):
         setattr(DeferringModule, name, getattr(own, name))
@@ -83,7 +84,7 @@ class _Calls:
 
     @foreground.computing()
     def run(
-        self, root: torch.nn.Module, call: Callable[[], Any], device: torch.device, conditions: tuple, given: tuple = ()
+        self, root: torch.nn.Module, call: Callable[[], Any], device: torch.device, conditions: tuple, given: tuple
     ) -> Any:
         """Call a module's forward, deferred where its linears run fused and deferred calls agree with its own. Neither
         times nor which kernels are compiled decide: one seed gives one picture. `given` are arguments of the forward,

@@ -440,7 +440,9 @@ def test_an_offloaded_text_encoder_is_fused_where_it_computes(monkeypatch):
         def forward(self, tokens, mask=None, *, embeds=None):
             return embeds
 
-    monkeypatch.setattr(deferral.install._Calls, "run", lambda self, root, call, device, _: devices.append(str(device)))
+    monkeypatch.setattr(
+        deferral.install._Calls, "run", lambda self, root, call, device, *_: devices.append(str(device))
+    )
     encoder = deferral.install.deferring_class(Encoder, torch.device("cuda", 1))()
     encoder(None, embeds=torch.zeros(2, 4))
     encoder(torch.zeros(1, 2, dtype=torch.long), None)
