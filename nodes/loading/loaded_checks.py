@@ -17,7 +17,7 @@ from comfy.quant_ops import QuantizedTensor
 from ...kernels import LazyTensor
 from ..comfyui.patcher import CALLBACK_KEY, DIFFUSION_MODEL, weight_below_patches
 from ..files.attention_choices import CONFIG
-from ..files.block_lists import AGAIN, block_of, lists_in
+from ..files.block_lists import AGAIN, block_of, check_lists, lists_in
 from ..files.holding import is_gguf
 from ..files.reading.values import WEIGHT_DTYPES, check_finite
 from .load_plan import LoadPlan
@@ -103,8 +103,10 @@ def _overlooked(unexpected: Sequence[str], names: Collection[str]) -> Iterator[s
 def _check_blocks(module: torch.nn.Module, unexpected: Sequence[str], names: Collection[str]) -> None:
     """Raise ValueError for blocks that a file has and the model has not.
 
-    ComfyUI counts blocks up to the first that the file lacks, or reads their number in its metadata.
+    ComfyUI counts blocks up to the first that the file lacks, or reads their number in its metadata. Of a list that
+    lacks its first one it makes none, and often not even the list.
     """
+    unbuilt = []  # of lists that are not there
     for name in unexpected:
         parent, before = module, 0  # the last module on the way to the tensor, and how long the name up to it is
         for part in name.split("."):
@@ -120,6 +122,9 @@ def _check_blocks(module: torch.nn.Module, unexpected: Sequence[str], names: Col
                     f"{of_list}{part}; its metadata or its tensors are damaged; {AGAIN}"
                 )
             raise ValueError(f"{of_list}{len(parent)} is missing, but {of_list}{part} is there; {AGAIN}")
+        if (block := block_of(name)) and before <= len(block[0]):
+            unbuilt.append(name)
+    check_lists(unbuilt, names)
 
 
 def _check_values(model: ModelPatcher, names: Collection[str], plan: LoadPlan) -> None:
