@@ -1,9 +1,11 @@
 """Quantized weights as ComfyUI carries them: QuantizedTensors of comfy-kitchen's, with layouts that are registered."""
 
+import mmap
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import cycle
 from typing import Any, TypeGuard
 
@@ -29,6 +31,7 @@ register_layout_class(FORWARDED_LAYOUT, type(FORWARDED_LAYOUT, (get_layout_class
 # Beside threads that compile, a part waits milliseconds, whatever its size: with 16 MB a load took up to twice as long.
 _BUFFER_BYTES = 64 << 20
 _COPIES_AT_ONCE = 2  # beside one a load took 1.3 to 1.7 times as long: new memory of the host is what takes it
+_OWN_MAPPING_BYTES = 1 << 20
 _HOST = torch.device("cpu")
 
 NATIVE_GROUPED_LAYOUT = "AsymW4A8Int8Layout"
@@ -181,11 +184,21 @@ def to_device(weight: Any, device: torch.device, copied: Callable[..., torch.Ten
 
 
 def new_in_host(x: torch.Tensor) -> torch.Tensor:
-    """Return new memory of the host for numbers like these, in pages of 2 MB where the system has them, as NumPy asks
-    for: those took a third of the time to fill."""
+    """Return new memory of the host for numbers like these, in pages of 2 MB where the system has them: those took a
+    third of the time to fill.
+
+    On Linux a large piece is a mapping of its own, which the system gets back with it. glibc keeps what lay in pieces
+    below 32 MB, and most weights are smaller.
+    """
     if not x.numel():
         return torch.empty(x.shape, dtype=x.dtype)
-    return torch.from_numpy(numpy.empty(x.nbytes, numpy.uint8)).view(x.dtype).view(x.shape)
+    if sys.platform == "linux" and x.nbytes >= _OWN_MAPPING_BYTES:
+        memory = mmap.mmap(-1, x.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # of a system without such pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    else:
+        memory = numpy.empty(x.nbytes, numpy.uint8)
+    return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)
 
 
 def _fill(copy: torch.Tensor, x: torch.Tensor) -> None:

@@ -1,12 +1,16 @@
 """Load INT8 DiT: every kind of file it reads, what becomes INT8, and what the kernel widget does on a CPU."""
 
 import gc
+import mmap
 import os
+import sys
 import threading
 import uuid
+from pathlib import Path
 from time import sleep
 
 import comfy.model_management
+import numpy
 import pytest
 import torch
 from comfy_execution.utils import CurrentNodeContext
@@ -209,6 +213,25 @@ def test_a_copy_through_buffers(dtype, shape):
         copy_through(buffers, given, copy)
         assert copy.device.type == torch.device(back).type and copy.is_contiguous()
         assert copy.dtype == dtype and torch.equal(copy.cpu().float(), x.float())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems get such memory back")
+def test_memory_of_weights_goes_back_to_the_system():
+    """Though something small lies behind each."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    size, weights, small = 8 << 20, [], []
+    freed = numpy.ones(31 << 20, numpy.uint8)
+    del freed  # since then glibc keeps what lay in smaller pieces
+    begin = resident()
+    for _ in range(16):
+        weights.append(new_in_host(torch.empty(size, dtype=torch.uint8, device="meta")).fill_(1))
+        small.append(numpy.ones(1 << 16, numpy.uint8))
+    assert resident() - begin >= 16 * size
+    weights.clear()
+    assert resident() - begin < 2 * size
 
 
 def test_a_weight_from_device_to_device():
