@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any, TypeGuard
 
 import numpy
 import torch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor, get_layout_class, register_layout_class
+from comfy_kitchen.tensor import BaseLayoutParams
 
 from ...kernels import LazyTensor
 from .file_slices import read_into
@@ -32,6 +34,7 @@ register_layout_class(FORWARDED_LAYOUT, type(FORWARDED_LAYOUT, (get_layout_class
 _BUFFER_BYTES = 64 << 20
 _COPIES_AT_ONCE = 2  # beside one a load took 1.3 to 1.7 times as long: new memory of the host is what takes it
 _OWN_MAPPING_BYTES = 1 << 20
+_COPIED_AT_ONCE = 1 << 16  # bytes of pageable memory for which nobody waits
 _HOST = torch.device("cpu")
 
 NATIVE_GROUPED_LAYOUT = "AsymW4A8Int8Layout"
@@ -158,6 +161,22 @@ class HeldWeight(QuantizedTensor):
 def held_weight(weight: Any) -> Any:
     """Return ComfyUI's plain QuantizedTensor as a HeldWeight; anything else as it is."""
     return HeldWeight(weight._qdata, weight._layout_cls, weight._params) if type(weight) is QuantizedTensor else weight
+
+
+@dataclass(frozen=True)
+class HeldParams(BaseLayoutParams):
+    """What belongs to the integers of a weight. ComfyUI pins these, and none of its tensors, in the ordinary memory
+    mode."""
+
+    def copy_from(self, src: BaseLayoutParams, non_blocking: bool = False) -> None:
+        """Copy as BaseLayoutParams does, but large tensors through pinned memory of their own: CUDA copies pageable
+        memory when all copies before it have ended, and the caller waits."""
+        if non_blocking and self.scale.is_cuda:
+            tensors = ((name, getattr(src, name)) for name in src._tensor_fields())
+            large = {name: t for name, t in tensors if type(t) is torch.Tensor and t.nbytes > _COPIED_AT_ONCE}
+            with suppress(RuntimeError):  # no memory can be pinned
+                src = replace(src, **{name: t.pin_memory() for name, t in large.items() if not t.is_cuda})
+        super().copy_from(src, non_blocking)
 
 
 def _crosses_slowly(x: torch.Tensor, device: torch.device) -> bool:

@@ -18,7 +18,6 @@ from typing import Any, TypeGuard
 
 import torch
 from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
-from comfy_kitchen.tensor import BaseLayoutParams
 
 from ...kernels import (
     GGUF_FORMATS,
@@ -36,6 +35,7 @@ from ...kernels import (
 )
 from ..comfyui.quantized import (
     NATIVE_GROUPED_LAYOUT,
+    HeldParams,
     HeldWeight,
     has_layout,
     is_plain_grouped,
@@ -58,7 +58,7 @@ class GGUFLayout(QuantizedLayout):
     the first product finds what rows are scaled by."""
 
     @dataclass(frozen=True)
-    class Params(BaseLayoutParams):
+    class Params(HeldParams):
         gguf_format: str = ""
         becomes_int8: bool = False
 
@@ -77,7 +77,7 @@ class GroupedCodesLayout(QuantizedLayout):
     """int8 codes [N, K / 2] or [N, 3 K / 4], the scales of groups [N, K / group_size] and what the config says."""
 
     @dataclass(frozen=True)
-    class Params(BaseLayoutParams):
+    class Params(HeldParams):
         s_channel: torch.Tensor | None = None
         codebook: torch.Tensor | None = None
         group_size: int = 16

@@ -11,10 +11,9 @@ from typing import Any, TypeGuard
 
 import torch
 from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
-from comfy_kitchen.tensor import BaseLayoutParams
 
 from ...kernels import UNCHANGED, ChannelTransform, dequantize_weight, requantize_weight
-from ..comfyui.quantized import HeldWeight, has_layout
+from ..comfyui.quantized import HeldParams, HeldWeight, has_layout
 from ..files import quant_config
 
 LAYOUT = "PerChannelINT8Layout"
@@ -25,7 +24,7 @@ class PerChannelINT8Layout(QuantizedLayout):
     bits of its activations. `factors` is a digest of the smoothing factors: linears with equal ones quantize alike."""
 
     @dataclass(frozen=True)
-    class Params(BaseLayoutParams):
+    class Params(HeldParams):
         smooth: torch.Tensor | None = None
         rotation_group: int | None = None
         activation_bits: int = 8

@@ -250,6 +250,21 @@ def test_a_weight_from_device_to_device():
     assert half.dtype == torch.float16 and torch.equal(half.dequantize(), weight.to(dtype=torch.float16).dequantize())
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_nobody_waits_for_the_scales_of_a_streamed_weight():
+    """They lie in pageable memory, and the weight is pinned."""
+    q, scale = quantize_weight(torch.randn(1 << 15, 64))
+    weight = int8_weight(q.pin_memory(), scale, torch.bfloat16, ChannelTransform(torch.rand(64)))
+    there = torch.empty_like(weight, device=DEVICE)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1 << 31)  # about a second
+    there.copy_(weight, non_blocking=True)
+    waited = torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    assert not waited and torch.equal(there.params.scale.cpu(), weight.params.scale)
+    assert torch.equal(there.params.smooth.cpu(), weight.params.smooth) and torch.equal(stored(there).cpu(), q)
+
+
 @pytest.mark.parametrize("dtype", (None, torch.bfloat16))
 def test_a_weight_is_copied_where_no_device_is_named(dtype):
     """ComfyUI's patches change such a copy, and its hooks keep what they ask a device for."""
