@@ -91,7 +91,7 @@ def forwarded(linear: Any) -> Iterator[None]:
             undo.callback(delattr, linear, "comfy_force_forward")
         if has_layout(linear.weight, NATIVE_LAYOUT):
             undo.enter_context(native_int8_as(FORWARDED_LAYOUT, linear))
-            calls = ExitStack()
+            calls = undo.enter_context(ExitStack())  # a cancel is no Exception: no hook is called behind it
             begin = linear.register_forward_pre_hook(
                 lambda *_: calls.enter_context(native_int8_as(NATIVE_LAYOUT, linear))
             )

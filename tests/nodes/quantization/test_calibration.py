@@ -6,6 +6,7 @@ import math
 import os
 import re
 
+import comfy.model_management
 import comfy.ops
 import folder_paths
 import pytest
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from int8_dit.kernels import ActivationStatistics
 from int8_dit.nodes.calibrations import FOLDER, LoadINT8Calibration, MergeINT8Calibrations, SaveINT8Calibration
+from int8_dit.nodes.comfyui.quantized import NATIVE_LAYOUT, has_layout
 from int8_dit.nodes.linears.layer_selection import quantizable_linears
 from int8_dit.nodes.quantization import calibration as files
 from int8_dit.nodes.quantization import recorder
@@ -206,6 +208,18 @@ def test_an_error_while_recording_leaves_no_observer(dit, model):
     armed.set_model_unet_function_wrapper(fail)
     with dit.untouched(model), pytest.raises(ArithmeticError, match="out of luck"):
         dit.sample(armed)
+
+
+def test_a_cancel_within_a_linear_leaves_no_observer(dit, tmp_path):
+    """ComfyUI's exception of it is no Exception, and PyTorch calls no hook behind it."""
+    model = dit.stock(dit.write(tmp_path / "native.safetensors", dit.native_int8()))
+    layer, press = dit.module(model, dit.LAYER), lambda *_: comfy.model_management.interrupt_current_processing()
+    with dit.untouched(model):
+        pressed = layer.register_forward_pre_hook(press)
+        with pytest.raises(comfy.model_management.InterruptProcessingException):
+            dit.sample(recorder.armed(model, recorder.Recording()))
+        pressed.remove()
+    assert has_layout(layer.weight, NATIVE_LAYOUT)
 
 
 @pytest.mark.parametrize("holds", ("floats", "INT8"))
