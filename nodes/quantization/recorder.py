@@ -107,6 +107,7 @@ def armed(model: ModelPatcher, recording: Recording) -> ModelPatcher:
         if patcher in observing:
             record, stop = observing.pop(patcher)
             stop()
+            _block.set(None)  # a cancel is no Exception: no hook is called behind it
             record.to_host()
 
     clone = model.clone()
