@@ -27,7 +27,7 @@ _NEEDED = {
     "comfy.model_management": (
         "InterruptProcessingException LoadedModel.model_loaded_memory OOM_EXCEPTION cast_to_device(copy) "
         "cuda_device_context current_loaded_models extra_reserved_memory free_memory get_all_torch_devices "
-        "get_free_memory get_torch_device get_total_memory in_training is_device_cpu minimum_inference_memory "
+        "get_free_memory get_torch_device get_total_memory in_training is_device_cpu is_oom minimum_inference_memory "
         "throw_exception_if_processing_interrupted unet_manual_cast"
     ),
     "comfy.model_patcher": (

@@ -121,9 +121,11 @@ def _compared(root: torch.nn.Module, call: Callable[[], Any], called: Collection
             return forward.finish(output), None
         output, found = forward.finish(output), forward.agreed()
         why = "its fused form does not do the same here"
-    except (comfy.model_management.InterruptProcessingException, comfy.model_management.OOM_EXCEPTION):
+    except comfy.model_management.InterruptProcessingException:
         raise
-    except Exception as error:  # of any kind: the model's own forward runs instead
+    except Exception as error:  # of any other kind: the model's own forward runs instead
+        if isinstance(error, MemoryError) or comfy.model_management.is_oom(error):
+            raise
         said = str(error).strip().partition("\n")[0]
         found, why = False, f"its fused form failed ({type(error).__name__}: {said[:_MOST_SAID]})"
     if found:

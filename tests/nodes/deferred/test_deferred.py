@@ -428,6 +428,27 @@ def test_a_model_with_a_defect_runs_as_its_own(block, monkeypatch, warned, consu
     assert len(warned) == 1 and "Model" in warned[0][-1]
 
 
+OUT_OF_MEMORY = (torch.OutOfMemoryError("no room"), torch.AcceleratorError("CUDA error: out of memory"), MemoryError())
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_memory_that_runs_out_once_is_no_defect(block, made, monkeypatch, warned, error):
+    """The user hears of it, and later forwards are those of a fresh model."""
+
+    def fail(*args):
+        raise error
+
+    (model, _), x = deferring(block, lambda block, x: block.out(block.norm(block.enter(x)))), forwards.randn(2, 12, 64)
+    with torch.no_grad():
+        with monkeypatch.context() as patched, pytest.raises(type(error)):
+            patched.setattr(deferral.consumers, "linear", fail)
+            model(x)
+        model(x)
+        made.clear()
+        model(x)
+    assert made and not warned
+
+
 def test_an_offloaded_text_encoder_is_fused_where_it_computes(monkeypatch):
     """Its weights may be elsewhere, and come for each product, and its tokens are lists."""
     devices = []
