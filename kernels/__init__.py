@@ -21,7 +21,7 @@ from .card.machine import memory_rate
 from .card.triton_release import triton_advice, triton_problem
 from .checks import FLOAT_DTYPES
 from .compilers import read_as_plain
-from .error_text import first_line
+from .error_text import first_line, saying
 from .fused_ops.fused_ops import Norm, activate_quantize, activated, gated_residual, modulated, norm_quantize, norm_rope
 from .internals import function_modes
 from .internals.insides import missing

@@ -1,13 +1,14 @@
 """Quantizing the linears that read one input: which transforms of its channels are worth trying (smoothing, rotation,
 both or neither), and all linears quantized with the one that loses least."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 
+from ..error_text import saying
 from ..linear.channel_transform import UNCHANGED, ChannelTransform
 from ..weights.weight_reference import GroupedCodes, quantize_weight
 from .output_error import OutputError, relative_rounding_error
@@ -90,13 +91,9 @@ class QuantizedLinear(NamedTuple):
     nearest_error: float | None = None  # `error` without calibrated rounding; None for a weight rounded to nearest
 
 
-@contextmanager
-def naming_layer(name: str) -> Iterator[None]:
+def naming_layer(name: str) -> AbstractContextManager[None]:
     """Let a ValueError about a weight say whose it is."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"layer {name} cannot be quantized: {error}") from error
+    return saying(f"layer {name} cannot be quantized: ")
 
 
 def quantize_group(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...kernels import UNCHANGED, ChannelTransform
+from ...kernels import UNCHANGED, ChannelTransform, saying
 from ..comfyui.quantized import NATIVE_FORMAT
 from .errors import json_object
 
@@ -123,10 +123,8 @@ def configs_in(tensors: Mapping[str, Any]) -> dict[str, dict]:
     """Return the decoded quant configs of a state dict, by layer. Raises ValueError naming one that is none."""
     configs = {}
     for layer in marked_layers(tensors):
-        try:
+        with saying(f"{layer}.{QUANT_CONFIG} is "):
             configs[layer] = decode_config(tensors[f"{layer}.{QUANT_CONFIG}"])
-        except ValueError as error:
-            raise ValueError(f"{layer}.{QUANT_CONFIG} is {error}") from error
     return configs
 
 
@@ -171,10 +169,8 @@ def check_as_written(tensors: Mapping[str, Any], metadata: Mapping[str, str]) ->
     """Raise ValueError naming the first quant config that differs from what the file's own metadata, if any, say."""
     if _METADATA not in metadata:
         return
-    try:
+    with saying(f"the metadata entry {_METADATA} is ", "; it was damaged after it was saved"):
         written = json_object(metadata[_METADATA], MOST_METADATA)
-    except ValueError as error:
-        raise ValueError(f"the metadata entry {_METADATA} is {error}; it was damaged after it was saved") from error
     written = {k: as_written_here(v) if isinstance(v, dict) else v for k, v in written.items()}
     configs = configs_in(tensors)
     for layer in sorted({*written, *configs}):

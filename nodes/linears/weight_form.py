@@ -13,6 +13,7 @@ from ...kernels import (
     check_channels,
     is_capturing,
     native_computes,
+    saying,
     unplanned_memory,
 )
 from ..comfyui.layers import wants_full_precision
@@ -120,10 +121,8 @@ class KnownWeight:
         with unplanned_memory():  # it outlives the call of a block
             scale = kind.scale(weight)
         if not is_capturing(scale.device):  # a graph's memory is its own
-            try:
+            with saying(f"{self._name}: ", "; download or copy the file again"):
                 check_channels(scale.flatten())
-            except ValueError as error:
-                raise ValueError(f"{self._name}: {error}; download or copy the file again") from error
             self._scale = scale
         return scale
 

@@ -1,8 +1,7 @@
 """Saving a MODEL as one file: with INT8 linears as safetensors, or as GGUF, with linears in one format."""
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
-from ...kernels import GGUF_FORMATS, quantize_gguf
+from ...kernels import GGUF_FORMATS, quantize_gguf, saying
 from ..comfyui.layer_choices import state_dict_of
 from ..comfyui.patcher import DIFFUSION_MODEL, undo_object_patches, weight_below_patches
 from ..comfyui.quantized import stored
@@ -59,6 +58,7 @@ _ARCHITECTURES = {
     "qwen_image": ("QwenImage",),
 }
 """Architectures as ComfyUI-GGUF names them -> ComfyUI's classes of such models, or those that they derive from."""
+_REFUSED = " cannot be saved as GGUF: "  # behind a tensor's name
 
 
 def save_int8_model(
@@ -158,15 +158,6 @@ def save_gguf_model(
     return write_gguf(destination, tensors, architecture, SAVED_TYPES[type], with_workflow(about, workflow))
 
 
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Have a ValueError say which tensor it is about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{name} cannot be saved as GGUF: {error}") from error
-
-
 def architecture_name(model: BaseModel, others: Collection[str] = ()) -> str:
     """Return a model's `general.architecture`; warn where ComfyUI-GGUF does not know it, and it is none of `others`."""
     names = [kind.__name__ for kind in type(model.model_config).__mro__]
@@ -204,15 +195,15 @@ def _tensors(model: ModelPatcher, type: str) -> dict[str, PendingGGUF]:
         if name.endswith(CONFIG):
             own[name] = tensor
         elif name in int8:
-            own |= {key: piece._replace(make=_naming(name)(piece.make)) for key, piece in int8[name].items()}
+            own |= {key: piece._replace(make=saying(name + _REFUSED)(piece.make)) for key, piece in int8[name].items()}
         elif layer not in quantized or part in ("weight", "bias"):
-            with _naming(name):
+            with saying(name + _REFUSED):
                 own[name] = _of_model(model, name, part == "weight" and layer in layers, type)
     found: dict[str, Any] = file_notes.unknown_choices_of(model) | tensors_of_file(model.model, own)
     for name, value in found.items():
         if isinstance(value, torch.Tensor):  # a layer's choice of attention, or beside the diffusion model
             value = value.view(torch.int8) if name.endswith(CONFIG) else value  # GGUF has no plain bytes
-            with _naming(name):
+            with saying(name + _REFUSED):
                 found[name] = _plain(lambda value=value: value)
     return found
 
@@ -228,7 +219,7 @@ def _of_model(model: ModelPatcher, name: str, in_blocks: bool, type: str) -> Pen
         return _plain(read)
     if key not in model.patches and is_gguf(held) and held.params.gguf_format == fitting:
         return PendingGGUF(shape, fitting, lambda: stored(held))
-    return PendingGGUF(shape, fitting, _naming(name)(lambda: quantize_gguf(read(), fitting)))
+    return PendingGGUF(shape, fitting, saying(name + _REFUSED)(lambda: quantize_gguf(read(), fitting)))
 
 
 def _fitting(shape: tuple[int, ...], type: str) -> str | None:

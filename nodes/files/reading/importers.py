@@ -14,7 +14,7 @@ import comfy.supported_models
 import comfy.utils
 import torch
 
-from ....kernels import ChannelTransform
+from ....kernels import ChannelTransform, saying
 from ...comfyui.quantized import NATIVE_FORMAT
 from .. import quant_config
 from ..errors import json_object
@@ -139,10 +139,8 @@ def _with_configs_of_gguf(checkpoint: Checkpoint) -> Checkpoint:
             continue
         name = key.removeprefix(INT8_CONFIG)
         layer = name.removesuffix(".weight")
-        try:
+        with saying(f"the metadata entry {key} is ", "; download the file again or use another"):
             config = json_object(text, quant_config.MOST_BYTES)
-        except ValueError as error:
-            raise ValueError(f"the metadata entry {key} is {error}; download the file again or use another") from error
         if layer == name:
             raise ValueError(f"{name} is in Q8_CR and no weight of a layer, which INT8 DiT does not read")
         if config.get("format") == "int4_cr":
