@@ -313,12 +313,17 @@ def _evaluated(name: str, subject: Glyphs | Blocks, model) -> Outcome:
 
 def interval(*samples: np.ndarray, statistic: Callable[..., np.ndarray] = np.mean) -> list[float]:
     """A statistic of samples whose items belong together, and its 95 % bootstrap interval."""
-    from int8_dit.nodes.pictures import comparison
+    from scipy.stats import bootstrap
 
-    bounds = comparison.interval(*samples, statistic=statistic)
-    if bounds is None:
+    from int8_dit.nodes.pictures.comparison import RESAMPLES
+
+    if len(samples[0]) < 2:
         raise ValueError(f"{len(samples[0])} items have no interval; take two or more.")
-    return [float(statistic(*samples, axis=-1)), *bounds]
+    paired = len(samples) > 1
+    drawn = bootstrap(
+        samples, statistic, paired=paired, n_resamples=RESAMPLES, batch=1000, method="percentile", random_state=0
+    )
+    return [float(statistic(*samples, axis=-1)), *map(float, drawn.confidence_interval)]
 
 
 def ratio_of_means(a: np.ndarray, b: np.ndarray, axis: int) -> np.ndarray:
