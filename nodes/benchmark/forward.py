@@ -72,7 +72,7 @@ def measure_forward(model: ModelPatcher, positive: list | None, latent: dict | N
     known = positive is not None and latent is not None
     if positive is None:
         tried = empty_latent(model, _SMALL_PIXELS) if latent is None else latent
-        positive = made_up_prompt(model, tried, check_cancelled)
+        positive = made_up_prompt(model, tried)
     if latent is None:
         latent = empty_latent(model, _SMALL_PIXELS if model.load_device.type == "cpu" else _PIXELS)
     with passing(model.clone()) as watched:

@@ -1,10 +1,11 @@
 """A prompt without a text encoder, to measure a forward: random features of the widths that a MODEL's layers read."""
 
 import re
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from comfy.model_management import throw_exception_if_processing_interrupted as check_cancelled
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
@@ -26,21 +27,15 @@ class _Width(Exception):
     """A layer got features of a width of `_WIDTHS`, and reads another one."""
 
 
-def made_up_prompt(model: ModelPatcher, latent: dict, check: Callable[[], object]) -> list | None:
+def made_up_prompt(model: ModelPatcher, latent: dict) -> list | None:
     """Return a CONDITIONING with which a MODEL can be sampled from a LATENT, None if none is found: 256 tokens, pooled
     features and perhaps an attention mask.
 
     The MODEL is sampled with features of odd widths. The first layer that reads another width stops it, and says which;
     of features that were split into parts it reads one. A model that fails before any layer often names the width: the
-    largest number in its error is tried. `check` is called between the tries, and raises on cancel.
+    largest number in its error is tried. Raises ComfyUI's interrupt on cancel.
     """
-    with passing(model.clone()) as clone:
-        return _tried(clone, latent, check)
-
-
-def _tried(model: ModelPatcher, latent: dict, check: Callable[[], object]) -> list | None:
     widths, generator = {}, torch.Generator()
-    model.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, DEFERRED)  # it would take the stop for its own failure
 
     def stop(module: Any, args: tuple) -> None:
         for kind, width in widths.items():
@@ -48,19 +43,20 @@ def _tried(model: ModelPatcher, latent: dict, check: Callable[[], object]) -> li
             if given and given != read and (given == width or (kind == "text" and width % given == 0 and given > 1)):
                 raise _Width(kind, read * (width // given))
 
-    layers = [layer for layer in model.model.diffusion_model.modules() if _width_of(layer)]
-    hooks = [layer.register_forward_pre_hook(stop) for layer in layers]
-    try:
+    with passing(model.clone()) as clone, ExitStack() as hooks:
+        clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, DEFERRED)  # it would take the stop for its own failure
+        for layer in filter(_width_of, clone.model.diffusion_model.modules()):
+            hooks.enter_context(layer.register_forward_pre_hook(stop))
         for beside in _BESIDE:
             widths |= _WIDTHS
             generator.manual_seed(0)
             for _ in range(_TRIES):
-                check()
+                check_cancelled()
                 text = torch.randn(1, _TOKENS, widths["text"], generator=generator)
                 pooled = torch.randn(1, widths["pooled"], generator=generator)
                 prompt = [[text, {"pooled_output": pooled, **beside}]]
                 try:
-                    sample_euler(model, prompt, latent, 1, lambda *_: None)
+                    sample_euler(clone, prompt, latent, 1, lambda *_: None)
                 except _Width as found:
                     widths |= [found.args]
                 except FAILURES as error:
@@ -70,10 +66,7 @@ def _tried(model: ModelPatcher, latent: dict, check: Callable[[], object]) -> li
                     widths["text"] = max(named)
                 else:
                     return prompt
-        return None
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return None
 
 
 def _width_of(module: torch.nn.Module) -> int | None:

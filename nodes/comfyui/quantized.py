@@ -92,12 +92,10 @@ def forwarded(linear: Any) -> Iterator[None]:
         if has_layout(linear.weight, NATIVE_LAYOUT):
             undo.enter_context(native_int8_as(FORWARDED_LAYOUT, linear))
             calls = undo.enter_context(ExitStack())  # a cancel is no Exception: no hook is called behind it
-            begin = linear.register_forward_pre_hook(
-                lambda *_: calls.enter_context(native_int8_as(NATIVE_LAYOUT, linear))
+            undo.enter_context(
+                linear.register_forward_pre_hook(lambda *_: calls.enter_context(native_int8_as(NATIVE_LAYOUT, linear)))
             )
-            end = linear.register_forward_hook(lambda *_: calls.close(), always_call=True)
-            undo.callback(begin.remove)
-            undo.callback(end.remove)
+            undo.enter_context(linear.register_forward_hook(lambda *_: calls.close(), always_call=True))
         yield
 
 

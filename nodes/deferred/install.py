@@ -104,7 +104,7 @@ class _Calls:
         with ExitStack() as undo:
             for part in root.modules():
                 if _is_fused(part, device):
-                    undo.callback(part.register_forward_pre_hook(lambda part, _: called.append(part)).remove)
+                    undo.enter_context(part.register_forward_pre_hook(lambda part, _: called.append(part)))
             output, found = _compared(root, repeatable(call, given), called)
         if found is not None:
             agreed[conditions] = found

@@ -126,8 +126,7 @@ def observed_linear(module: CastWeightBiasOp, seen: ActivationStatistics) -> Ite
         with unplanned_memory():
             seen.update(multiplied(linear, args, kwargs))
 
-    with forwarded(module), ExitStack() as undo:
-        undo.callback(module.register_forward_pre_hook(update, with_kwargs=True).remove)
+    with forwarded(module), module.register_forward_pre_hook(update, with_kwargs=True):
         yield
 
 

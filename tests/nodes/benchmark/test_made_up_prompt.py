@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comfy.model_management import InterruptProcessingException, interrupt_current_processing
 
 from int8_dit.nodes.benchmark.forward import NoForward, measure_forward
 from int8_dit.nodes.benchmark.made_up_prompt import made_up_prompt
@@ -25,7 +26,7 @@ MODELS = {
 def test_features_are_as_wide_as_layers_read(small, name):
     model = small.stock_of(ARCHITECTURES[name])
     wrappers = {kind: dict(keys) for kind, keys in model.wrappers.items()}
-    prompt = made_up_prompt(model, empty_latent(model, 64), lambda: None)
+    prompt = made_up_prompt(model, empty_latent(model, 64))
     if MODELS[name] is None:
         assert prompt is None
     else:
@@ -49,10 +50,8 @@ def test_what_else_a_model_needs_has_to_be_connected(small):
 
 
 def test_a_cancel_ends_the_tries(small):
-    def cancel():
-        raise KeyboardInterrupt
-
     model = small.stock_of(ARCHITECTURES["Flux"])
-    with pytest.raises(KeyboardInterrupt):
-        made_up_prompt(model, {"samples": torch.zeros(1, 16, 8, 8)}, cancel)
+    interrupt_current_processing()
+    with pytest.raises(InterruptProcessingException):
+        made_up_prompt(model, {"samples": torch.zeros(1, 16, 8, 8)})
     assert not any(module._forward_pre_hooks for module in model.model.diffusion_model.modules())
