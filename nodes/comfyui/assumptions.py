@@ -65,9 +65,9 @@ _NEEDED = {
 """By module the names without which the pack cannot run, with the arguments that it gives by name."""
 
 _FORWARD = "disable_weight_init.Linear.forward"
-_LINEAR = {"self", "input", "input_act", "act_weight", "act_eps", "residual", "residual_scale"}
-"""The arguments of ComfyUI's linears that INT8 layers follow: another would change what a call means. Of ComfyUI behind
-0.39 single files could be read, and no Linear: other packs show what it is called with."""
+LINEAR_ARGUMENTS = ("input_act", "act_weight", "act_eps", "residual", "residual_scale")
+"""What INT8 layers follow behind the input, in the order of ComfyUI's forward: another would change what a call means.
+Of ComfyUI behind 0.39 single files could be read, and no Linear: other packs show what it is called with."""
 
 _NOT_LAZY = "with dynamic VRAM, weights in fewer bits are kept in the host's memory as INT8, too"
 _NO_IDEOGRAM4 = "files of Transformer Lab are refused"
@@ -142,7 +142,7 @@ def _obstacle(name: str) -> str:
     parameters = inspect.signature(found).parameters
     if path == _FORWARD:
         named = [name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        more = [name for name in named if name not in _LINEAR]
+        more = [name for name in named if name not in ("self", "input", *LINEAR_ARGUMENTS)]
         return f"support for {', '.join(more)} of {said}" if more else ""
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return ""

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from comfy.model_management import cast_to_device
 
 from ...kernels import FLOAT_DTYPES, ChannelTransform, Norm, Quantized, activate_quantize, gated_residual, norm_quantize
+from ..comfyui.assumptions import LINEAR_ARGUMENTS
 from ..comfyui.layers import other_activation
 
-_ARGUMENTS = ("input_act", "act_weight", "act_eps", "residual", "residual_scale")
-"""Arguments behind the input, in the order of ComfyUI's forward."""
-_KNOWN = frozenset(_ARGUMENTS)
+_KNOWN = frozenset(LINEAR_ARGUMENTS)
 
 
 class LinearCall(NamedTuple):
@@ -105,7 +104,7 @@ def arguments_of(forward: Callable[..., Any]) -> dict[str, Any]:
     ComfyUI's, which drops or refuses them."""
     given = [p for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     names = {parameter.name: parameter.default for parameter in given[2:]}
-    return names if _ARGUMENTS[0] in names else {}
+    return names if LINEAR_ARGUMENTS[0] in names else {}
 
 
 def read_linear_call(
@@ -118,7 +117,7 @@ def read_linear_call(
     """
     if not args and kwargs.keys() <= _KNOWN and kwargs.get("input_act") is kwargs.get("residual") is None:
         return None  # most calls, of every linear at every step
-    order = [*(own or _ARGUMENTS)]
+    order = [*(own or LINEAR_ARGUMENTS)]
     order += [f"argument {place + 2}" for place in range(len(order), len(args))]
     placed = dict(zip(order, args, strict=False))
     twice = [name for name in placed if name in kwargs]
