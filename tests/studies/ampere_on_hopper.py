@@ -46,7 +46,7 @@ CUTLASS_TILES = {
     **{7: "64x128x128", 8: "128x64x128", 12: "128x128x64 stream-K", 13: "128x256x64 stream-K"},
 }
 # Of so many kernels the best configuration by short runs is run as long as in the comparison.
-_FINALISTS, _FINAL_ROUNDS = 3, 3
+_FINALISTS, _FINAL_ROUNDS, _ROUNDS = 3, 3, 5
 _BF16 = 2  # comfy-kitchen's code for it
 # Both sides multiply exactly and round to bf16 once; the one that fuses an addition may round the other way.
 _MOST_DIFFERENCE = 2.0**-8
@@ -247,7 +247,7 @@ def sustained(
     return times, [name for name, calls in series.items() if calls.looped]
 
 
-def measure(operands: Operands, kernels: dict[tuple[GemmConfig, bool], AmpereKernel], rounds: int) -> dict:
+def measure(operands: Operands, kernels: dict[tuple[GemmConfig, bool], AmpereKernel]) -> dict:
     """One shape: median milliseconds of each method, which configurations ran, and how far the results are apart."""
     sizes = operands.m, operands.n, operands.k
     configs = offered(*sizes)
@@ -268,7 +268,7 @@ def measure(operands: Operands, kernels: dict[tuple[GemmConfig, bool], AmpereKer
     differences = {name: relative_error(result, results[CUTLASS]) for name, result in results.items()}
     if max(differences.values()) > _MOST_DIFFERENCE:
         raise RuntimeError(f"the results for {sizes} differ: {differences}")
-    times, looped = sustained(operands, runs, rounds)
+    times, looped = sustained(operands, runs, _ROUNDS)
     tile, tiles = operands.cutlass_tiles()
     return {
         "shape": sizes,
@@ -370,7 +370,7 @@ def rank(shapes: list[tuple[int, int, int]], heading: str) -> None:
     (RESULTS / "ampere_on_hopper.md").write_text(text)
 
 
-def compare(shapes: list[tuple[int, int, int]], rounds: int, out: Path) -> None:
+def compare(shapes: list[tuple[int, int, int]], out: Path) -> None:
     """This pack's kernels and comfy-kitchen's."""
     configs = list(dict.fromkeys(config for shape in shapes for config in offered(*shape)))
     prebuilt, kernels = built(configs)
@@ -378,7 +378,7 @@ def compare(shapes: list[tuple[int, int, int]], rounds: int, out: Path) -> None:
         raise RuntimeError(f"not built: {missing}")
     results = []
     for shape in shapes:
-        results.append(measure(Operands(*shape), kernels, rounds))
+        results.append(measure(Operands(*shape), kernels))
         print(json.dumps(results[-1]), flush=True)
         torch.cuda.empty_cache()
     own = {short(config): own_loop(made) for config, made in prebuilt.items()}
@@ -396,7 +396,6 @@ def compare(shapes: list[tuple[int, int, int]], rounds: int, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--beside-cutlass", action="store_true", help="beside comfy-kitchen's kernels")
-    parser.add_argument("--rounds", type=int, default=5, help="beside these")
     parser.add_argument("--out", type=Path, default=RESULTS / "ampere_beside_cutlass", help="the folder of that")
     parser.add_argument("--loops", type=Path, help="only print the main loops in this _C.abi3.so of comfy-kitchen")
     arguments = parser.parse_args()
@@ -404,7 +403,7 @@ def main() -> None:
     if arguments.loops:
         print(loops_table(arguments.loops))
     elif arguments.beside_cutlass:
-        compare(shapes, arguments.rounds, arguments.out)
+        compare(shapes, arguments.out)
     else:
         heading = title(describe_machine(torch.device("cuda")))
         rank(shapes, f"{heading}. sm_80 code, assembled for this card.")

@@ -3,7 +3,7 @@
     python tests/studies/attention.py --out FILE.json
 
 It prints milliseconds, and errors against float64 on normal data and on keys with strong means. Methods take turns, in
-CUDA graphs; `--seconds` bounds the whole. `--tiny` tries the script out on a CPU. On a Hopper card the kernel for
+CUDA graphs. `--tiny` tries the script out on a CPU. On a Hopper card the kernel for
 Ampere runs too, which is in Ampere's instructions. How fast it is on an Ampere card cannot be told from that.
 """
 
@@ -116,8 +116,8 @@ class Measured:
         return self.normal.as_json() | {"strong_key_means": self.strong, "auto": self.way}
 
 
-def measure(planned: AttentionSizes, device: torch.device, rounds: int) -> Measured:
-    normal = benchmark_attention(planned, device, METHODS, rounds=rounds)
+def measure(planned: AttentionSizes, device: torch.device) -> Measured:
+    normal = benchmark_attention(planned, device, METHODS, rounds=3)
     ran = [method for method in METHODS if method.name in normal.rounds]
     operands, strong = AttentionOperands(planned, device), AttentionResult(planned)
     way = fastest_way(operands.q, operands.k, operands.v, operands.mask, operands.grouped)
@@ -135,8 +135,6 @@ def write(path: Path, environment: dict[str, str], results: Sequence[Measured]) 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Attention by every way on the calls of image and video models")
     parser.add_argument("--out", type=Path, help="every figure, as JSON")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=85.0, help="start no call after so many")
     parser.add_argument("--tiny", action="store_true", help="few tokens, to try it out")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -144,11 +142,8 @@ def main() -> None:
     print(title(environment), flush=True)
     results: list[Measured] = []
     for planned in CALLS:
-        if time.perf_counter() - begin > options.seconds:
-            print(f"no time left for {planned.name}, {planned.place()}")
-            continue
         chosen = feasible_call(planned, torch.device("cpu") if options.tiny else device)
-        results.append(measure(chosen, device, options.rounds))
+        results.append(measure(chosen, device))
         seconds, absent = time.perf_counter() - begin, "; ".join(map(": ".join, results[-1].normal.absent.items()))
         print(f"{seconds:5.1f} s  {chosen.name}, auto is {results[-1].way}. Not here: {absent or '-'}", flush=True)
         if options.out is not None:

@@ -152,12 +152,9 @@ def quantization_table(figures: dict[str, dict]) -> str:
 
 
 def measure_steps(
-    random, pixels: Sequence[int], repetitions: int, names: Sequence[str], profiled: Sequence[str], seconds: float
+    random, pixels: Sequence[int], repetitions: int, names: Sequence[str], profiled: Sequence[str]
 ) -> Rows:
-    """A row for each variant in `names`, of one process; those in `profiled` with the times of their kernels.
-
-    `seconds` is the most that a row may take, building and tuning included; twice as long if it compiles.
-    """
+    """A row for each variant in `names`, of one process; those in `profiled` with the times of their kernels."""
     import comfy.model_management
 
     from studies.variants import VARIANTS, Step, inputs_of
@@ -193,7 +190,7 @@ def measure_steps(
     for name in names:
         variant = VARIANTS[name]
         labels = {"name": name, "variant": variant.title}
-        rows.measure(labels, partial(measure, name), seconds * (1 + variant.compiles))
+        rows.measure(labels, partial(measure, name), 90.0 * (1 + variant.compiles))
     return rows
 
 
@@ -239,7 +236,6 @@ def main() -> None:
     study.option("--only", choices=("steps", "quantization"))
     study.option("--variants", nargs="+", metavar="NAME", help="of the steps; all of variants.py's")
     study.option("--profile", nargs="*", default=PROFILED, metavar="NAME", help="by kernel")
-    study.option("--row-seconds", type=float, default=90.0, help="the most for a variant; twice if it compiles")
     study.tuning(2.0)
     arguments = study.start()
     import comfy.model_management
@@ -260,7 +256,7 @@ def main() -> None:
         comfy.model_management.unload_all_models()
         del bf16
     if arguments.only != "quantization":
-        rows = measure_steps(random, pixels, arguments.repetitions, names, arguments.profile, arguments.row_seconds)
+        rows = measure_steps(random, pixels, arguments.repetitions, names, arguments.profile)
         results["steps"], first = rows, rows[0]["variant"]
         parts.append(f"A step is a conditional and an unconditional forward. Errors are relative to {first}'s outputs.")
         parts += [steps_table(rows, pixels), parts_table(rows)]

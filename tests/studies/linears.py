@@ -131,12 +131,13 @@ IN_TABLES = (BF16, FP16_SUMS, KITCHEN_CUDA)
 *BLOCK_SHAPES, LLM_SHAPE = IDEOGRAM4_SHAPES
 FEW_TOKENS = 77
 TALL_SHAPE = LinearShape("video", 21504, 5376, tokens=80661)
-TOKENS = (2560, 4352)
+TOKENS = (2560, 4352)  # the second is 1024 px
+ROUNDS = 3
 
 
-def planned_shapes(tokens: Sequence[int], tall: bool) -> list[tuple[LinearShape, int]]:
+def planned_shapes(tall: bool) -> list[tuple[LinearShape, int]]:
     """The shapes of one run, each with the M it is timed at."""
-    blocks = [(shape, m) for m in tokens for shape in BLOCK_SHAPES]
+    blocks = [(shape, m) for m in TOKENS for shape in BLOCK_SHAPES]
     few = [replace(shape, tokens=FEW_TOKENS) for shape in BLOCK_SHAPES]
     others = [LLM_SHAPE, *few, *([TALL_SHAPE] if tall else [])]
     return blocks + [(shape, shape.tokens) for shape in others if shape.tokens is not None]
@@ -172,7 +173,7 @@ class QuantizationResult:
         return self.m * (self.element_size * self.k + written) / self.milliseconds[name] / 1e6
 
 
-def benchmark_quantization(m: int, k: int, device: torch.device, rounds: int = 3) -> QuantizationResult:
+def benchmark_quantization(m: int, k: int, device: torch.device) -> QuantizationResult:
     """Time the quantization of bf16 activations [M, K] alone, and for comparison a copy of them."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(m, k, device=device, generator=generator).bfloat16()
@@ -188,17 +189,17 @@ def benchmark_quantization(m: int, k: int, device: torch.device, rounds: int = 3
         runs[QUANTIZE_ROTATION] = lambda _: quantize_activations(x, rotation)
     for run in runs.values():
         run(0)
-    times = sustained_milliseconds({name: CallSeries(run, 1, device) for name, run in runs.items()}, rounds)
+    times = sustained_milliseconds({name: CallSeries(run, 1, device) for name, run in runs.items()}, ROUNDS)
     return QuantizationResult(m, k, x.element_size(), times)
 
 
-def copy_bandwidth(device: torch.device, rounds: int = 3) -> float:
+def copy_bandwidth(device: torch.device) -> float:
     """GB/s, read and written, of a copy that no cache holds any of."""
     on_gpu = device.type == "cuda"
     size = min(_LARGE_COPY_BYTES, free_bytes(device) // 4) if on_gpu else _LARGE_COPY_BYTES_ON_CPU
     source = torch.zeros(size, dtype=torch.int8, device=device)
     target = torch.zeros_like(source)
-    times = sustained_milliseconds({COPY: CallSeries(lambda _: target.copy_(source), 1, device)}, rounds)
+    times = sustained_milliseconds({COPY: CallSeries(lambda _: target.copy_(source), 1, device)}, ROUNDS)
     return 2 * size / statistics.median(times[COPY]) / 1e6
 
 
@@ -287,27 +288,18 @@ def document(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times linears in bf16, FP8 and INT8 on this machine.")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        nargs="+",
-        default=TOKENS,
-        metavar="M",
-        help="rows of the activations for Ideogram 4's block shapes (default: 2560 4352; 4352 is 1024 px)",
-    )
     parser.add_argument("--tall", action="store_true", help="a video model's shape too (about 20 GB of GPU memory)")
-    parser.add_argument("--rounds", type=int, default=3, help="timings of each method, of which the median counts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to this file")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan = planned_shapes(options.tokens, options.tall)
-    environment, shapes, copy_rate = describe_machine(device), [], copy_bandwidth(device, options.rounds)
+    plan = planned_shapes(options.tall)
+    environment, shapes, copy_rate = describe_machine(device), [], copy_bandwidth(device)
     for number, (shape, m) in enumerate(plan, 1):
-        shapes.append(benchmark_shape(shape, m, device, METHODS, rounds=options.rounds))
+        shapes.append(benchmark_shape(shape, m, device, METHODS, rounds=ROUNDS))
         print(f"{number}/{len(plan)} {shape.name}, {shapes[-1].place()}", file=sys.stderr)
     distinct = dict.fromkeys((m, shape.k) for shape, m in plan)
-    quantizations = [benchmark_quantization(m, k, device, options.rounds) for m, k in distinct]
+    quantizations = [benchmark_quantization(m, k, device) for m, k in distinct]
     text = document(environment, shapes, quantizations, copy_rate)
     print(text)
     if options.markdown:

@@ -135,7 +135,6 @@ def main() -> None:
     study.option("--blocks", type=int, default=2)
     study.option("--steps", type=int, default=1000)
     study.option("--pixels", type=int, nargs="+", default=[768, 896, 1024])
-    study.option("--row-seconds", type=float, default=60.0, help="the most for a variant's peaks")
     study.tuning(2.0)
     arguments = study.start()
     from studies.variants import VARIANTS as TITLES
@@ -148,7 +147,7 @@ def main() -> None:
     rows = Rows()
     for name in VARIANTS:
         run = partial(peaks, random, sides, name)
-        rows.measure({"name": name, "variant": TITLES[name].title}, run, arguments.row_seconds)
+        rows.measure({"name": name, "variant": TITLES[name].title}, run, 60.0)
     figures = [*((f"peak_gb_{side}", ".3f") for side in sides), *((f"ms_{side}", ".1f") for side in sides)]
     lines = [[row["variant"], *(number(row, *each) for each in figures), row.get("failed", "")] for row in rows]
     columns = ["peak beyond the weights, GB", *(f"{side} px" for side in sides)]

@@ -1,7 +1,7 @@
 """Memory and time of a prompt: full-width text encoders with random weights in ComfyUI, in bf16, FP8, native INT8 and
 with this pack's kernel.
 
-    python tests/studies/text_encoders.py --comfyui PATH [--encoders NAME ...] [--variants NAME ...] [--out DIR]
+    python tests/studies/text_encoders.py --comfyui PATH [--variants NAME ...] [--out DIR]
 
 Needs an NVIDIA card with 40 GB of memory and 64 GB of host memory; `--tiny` tries the script out on a CPU. "first" and
 "cold" are a prompt whose encoder lies in host memory: the first of all, which also compiles and tunes kernels, and a
@@ -18,6 +18,9 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script, only this folder is there
 
 from studies.frame import Rows, Study, failures, markdown, number, ratio, row_of, synchronize, wall_and_host
+
+TOKENS = (64, 512)  # of the prompts
+WRITTEN = 16  # tokens that an encoder goes on with
 
 # A title, the form of the weights, and to how many bits the kernel rounds activations: 16 for users, None without it.
 VARIANTS = {
@@ -62,7 +65,7 @@ def measure(random, clips: Clips, variant: str, arguments, expected: dict) -> di
     from support.tensors import relative_error
 
     clip, device = clips.get(variant), random.device
-    prompts = {tokens: random.prompt(tokens) for tokens in arguments.tokens}
+    prompts = {tokens: random.prompt(tokens) for tokens in TOKENS}
     longest = prompts[max(prompts)]
 
     def encode(prompt):
@@ -93,21 +96,21 @@ def measure(random, clips: Clips, variant: str, arguments, expected: dict) -> di
         figures[f"error_{tokens}"] = relative_error(output, expected.setdefault(tokens, output))
         times = wall_and_host(partial(encode, prompt), device, arguments.repetitions)
         figures |= {f"{name}_{tokens}": value for name, value in times.items()}
-    if random.encoder.writes and arguments.written and VARIANTS[variant][2] != 8:
+    if random.encoder.writes and VARIANTS[variant][2] != 8:
 
         def write(count: int) -> None:
             clip.generate(prompts[min(prompts)], do_sample=False, max_length=count)
 
         write(2)
-        one, more = [seconds(partial(write, count)) for count in (1, 1 + arguments.written)]
-        figures["token_ms"] = (more - one) * 1e3 / arguments.written
+        one, more = [seconds(partial(write, count)) for count in (1, 1 + WRITTEN)]
+        figures["token_ms"] = (more - one) * 1e3 / WRITTEN
     return figures
 
 
-def table(rows: list[dict], tokens: list[int]) -> str:
+def table(rows: list[dict]) -> str:
     """A line a row."""
     columns = ["encoder", "variant", "weights GB", "peak GB", "first s", "cold s"]
-    for count in tokens:
+    for count in TOKENS:
         columns += [f"ms, {count} tokens", "vs native INT8", "rel. error"]
     columns.append("ms per token written")
     lines = []
@@ -115,7 +118,7 @@ def table(rows: list[dict], tokens: list[int]) -> str:
         base = row_of(rows, encoder=row["encoder"], name="native")
         line = [row["encoder"], row["variant"]]
         line += [number(row, key, ".2f") for key in ("weights_gb", "peak_gb", "first_s", "cold_s")]
-        for count in tokens:
+        for count in TOKENS:
             line.append(number(row, f"ms_{count}", ".1f"))
             line.append(ratio(row, base, f"ms_{count}"))
             line.append(number(row, f"error_{count}", ".4f"))
@@ -125,34 +128,28 @@ def table(rows: list[dict], tokens: list[int]) -> str:
 
 def main() -> None:
     study = Study(__doc__, "text_encoders")
-    study.option("--encoders", nargs="+", metavar="NAME", help="how names begin; all by default")
     study.option("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    study.option("--tokens", nargs="+", type=int, default=[64, 512], help="lengths of prompts")
-    study.option("--written", type=int, default=16, help="tokens that an encoder goes on with; 0 for none")
-    study.option("--spikes", type=float, default=32.0, help="how large outlier channels are; 1 for none")
     study.option("--repetitions", type=int, default=9)
-    study.option("--row-seconds", type=float, default=90.0, help="the most for a row")
     study.tuning(0.5)
     study.option("--tiny", action="store_true", help="a few small layers")
     arguments = study.start()
-    from support.random_encoders import ENCODERS, RandomEncoder
+    from support.random_encoders import ENCODERS, SPIKE, RandomEncoder
 
-    begun = tuple(arguments.encoders or ENCODERS)
     rows = Rows()
     for name, encoder in ENCODERS.items():
-        if not name.startswith(begun):
-            continue
-        random = RandomEncoder(encoder, study.device, dict(encoder.tiny) if arguments.tiny else {}, arguments.spikes)
+        random = RandomEncoder(encoder, study.device, encoder.tiny if arguments.tiny else {})
         clips, expected = Clips(random), {}
         for variant in arguments.variants:
             labels = {"encoder": name, "name": variant, "variant": VARIANTS[variant][0]}
             run = partial(measure, random, clips, variant, arguments, expected)
             with torch.inference_mode():  # as ComfyUI loads and runs everything
-                rows.measure(labels, run, arguments.row_seconds)
-    spikes = f"{arguments.spikes:g} times as large as the others" if arguments.spikes != 1 else "as large as the others"
-    about = f", random weights, some channels {spikes}. The error is that of the conditioning against bf16's."
-    tables = table(rows, arguments.tokens), failures(rows, "encoder", "variant")
-    study.write(about, *tables, spikes=arguments.spikes, rows=rows)
+                rows.measure(labels, run, 90.0)
+    about = (
+        f", random weights, some channels {SPIKE:g} times as large as the others. "
+        "The error is that of the conditioning against bf16's."
+    )
+    tables = table(rows), failures(rows, "encoder", "variant")
+    study.write(about, *tables, spikes=SPIKE, rows=rows)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ PICTURE_COLUMNS = 6
 STEP_CACHES = (0.1, 0.2)
 """The thresholds at which LazyCache is tried; 0.2 is the node's own."""
 REFERENCE = "bf16"
+SEED = 0  # of the texts and of the noise
 OTHERS = (REFERENCE, "FP8", "FP8 scaled", "ComfyUI ConvRot INT8", "ComfyUI W4A8", "NF4", *GGUF)
 LABELLED = ("naive W8A8", "recipe", ablation.DEFAULT, "Q4_K in INT8", "Q8_0 in INT8")
 """Of this pack's variants, those that the plot names."""
@@ -163,9 +164,7 @@ def calibrate(model, steps: int):
     return ablation.calibrated(model, [[context, {"pooled_output": pooled}]], empty, steps, seed=1000)
 
 
-def run(
-    state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str] | None, seed: int, batch: int
-) -> dict[str, dict]:
+def run(state_dict: TensorDict, texts: list[Text], steps: int, wanted: list[str] | None, batch: int) -> dict[str, dict]:
     """Every variant, or the wanted ones: its images, latent errors, bytes and protected layers."""
     from int8_dit.nodes.linears import stored_weights
     from int8_dit.nodes.linears.layer_selection import quantizable_linears
@@ -173,11 +172,11 @@ def run(
 
     stored_weights.SMALLEST_STORED = 0  # the word model's are small, and ComfyUI's quantizer takes them too
     base = stock(state_dict)
-    expected = sample(base, texts, seed, steps, batch)
+    expected = sample(base, texts, SEED, steps, batch)
     found: dict[str, dict] = {}
 
     def keep(name: str, model, bits: float | None, protected: list[str]) -> None:
-        sampled = expected if model is base else sample(model, texts, seed, steps, batch)
+        sampled = expected if model is base else sample(model, texts, SEED, steps, batch)
         errors = (sampled - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
         size = held_bytes(model, state_dict) if bits is None else formula_bytes(state_dict, bits)
         found[name] = {"images": pictures(sampled), "errors": errors.tolist(), "bytes": size, "protected": protected}
@@ -208,10 +207,10 @@ def sample_variants(arguments: argparse.Namespace, about: dict[str, object]) -> 
 
     from glyphs.outliers import plant
 
-    texts = random_texts(arguments.pairs, arguments.seed)
+    texts = random_texts(arguments.pairs, SEED)
     state_dict = load_file(WORD_MODEL)
     state_dict = plant(state_dict) if arguments.planted else state_dict
-    found = run(state_dict, texts, arguments.steps, arguments.variants, arguments.seed, arguments.batch)
+    found = run(state_dict, texts, arguments.steps, arguments.variants, arguments.batch)
     arguments.out.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(arguments.out / "sampled.npz", **{name: result.pop("images") for name, result in found.items()})
     data = {
@@ -383,7 +382,6 @@ def main() -> None:
     study.option("--planted", action="store_true", help="with outlier channels that change no result in bf16")
     study.option("--pairs", type=int, default=300)
     study.option("--steps", type=int, default=STEPS)
-    study.option("--seed", type=int, default=0, help="of the texts and of the noise; the stored results have 0")
     study.option("--batch", type=int, default=BATCH, help="images that are sampled together")
     study.option("--as-on-rtx-30", action="store_true", help="INT8 attention by the kernel for these, on another card")
     study.option("--variants", nargs="+", help="these alone, beside bf16")

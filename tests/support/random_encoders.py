@@ -23,6 +23,7 @@ from int8_dit.nodes.linears.layer_selection import is_quantizable
 from .random_models import Tensors, fp8_layer, native_layer
 
 SPIKES = 8  # channels that are large
+SPIKE = 32.0  # times as large as the others; what the encoder computes stays the same
 
 
 @dataclass(frozen=True)
@@ -81,16 +82,12 @@ class RandomEncoder:
         encoder: which one.
         device: where its weights are made and quantized; a CLIP has them in host memory.
         settings: those of its class that are not the encoder's own.
-        spikes: how many times as large as the others some channels are that linears read. What the encoder computes
-            stays the same.
     """
 
-    def __init__(
-        self, encoder: Encoder, device: torch.device, settings: Mapping[str, int] | None = None, spikes: float = 1.0
-    ) -> None:
-        self.encoder, self.device, self.spikes = encoder, device, spikes
-        self._options = {f"{encoder.key}_model_config": dict(settings or {})}
-        self.vocabulary = (settings or {}).get("vocab_size", encoder.vocabulary)
+    def __init__(self, encoder: Encoder, device: torch.device, settings: Mapping[str, int]) -> None:
+        self.encoder, self.device = encoder, device
+        self._options = {f"{encoder.key}_model_config": dict(settings)}
+        self.vocabulary = settings.get("vocab_size", encoder.vocabulary)
         skeleton = self._class({})(device="meta", dtype=torch.bfloat16, model_options=self._options)
         transformer = getattr(skeleton, encoder.key).transformer
         self.shapes = {name: tuple(tensor.shape) for name, tensor in transformer.state_dict().items()}
@@ -112,9 +109,9 @@ class RandomEncoder:
             values *= shape[1] ** -0.5 / divisor
         for source, readers in self.encoder.spiky.items():
             if source in name:
-                values[:: shape[0] // SPIKES] *= self.spikes
+                values[:: shape[0] // SPIKES] *= SPIKE
             if len(shape) == 2 and any(f"{reader}." in name for reader in readers):
-                values[:, :: shape[1] // SPIKES] /= self.spikes
+                values[:, :: shape[1] // SPIKES] /= SPIKE
         return values
 
     def _tensors(self, quantized: Callable[[torch.Tensor], Tensors] | None) -> Tensors:

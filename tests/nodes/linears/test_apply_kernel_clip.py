@@ -22,7 +22,7 @@ ROUNDING = 5e-3  # ComfyUI rounds INT8 weights to bf16, and activations have 16 
 
 @pytest.fixture(scope="module")
 def encoders():
-    return {name: RandomEncoder(entry, torch.device("cpu"), entry.tiny, 32.0) for name, entry in ENCODERS.items()}
+    return {name: RandomEncoder(entry, torch.device("cpu"), entry.tiny) for name, entry in ENCODERS.items()}
 
 
 @pytest.fixture(params=("Qwen3-VL 8B (Ideogram 4)", "T5-XXL (SD3, Flux, LTX-Video)"))
