@@ -245,21 +245,3 @@ def run_saving_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
         return tmp_path / "output" / saved["subfolder"] / saved["filename"]
 
     return run
-
-
-@pytest.fixture
-def target(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[tuple[str, str], Callable[[], None]]:
-    """Where to save: two paths, the first of which an earlier file has. And a check that a failure left only that.
-
-    The test's module says the EXTENSION.
-    """
-    folder = tmp_path / "target"
-    folder.mkdir()
-    earlier, path = (folder / f"model_{number:05}_.{request.module.EXTENSION}" for number in (1, 2))
-    earlier.write_bytes(b"the previous model")
-
-    def assert_untouched() -> None:
-        assert list(folder.iterdir()) == [earlier]
-        assert earlier.read_bytes() == b"the previous model"
-
-    return (str(earlier), str(path)), assert_untouched

@@ -25,8 +25,6 @@ from int8_dit.nodes.save_models import SaveINT8DiT
 from int8_dit.nodes.saving.save import save_gguf_model, save_int8_model
 from support.file_formats import encoded
 
-EXTENSION = "safetensors"  # of what is saved here, for the fixture `target`
-
 
 @pytest.fixture
 def smoothed(dit):
@@ -54,10 +52,6 @@ def save(run_saving_node):
 def metadata(path):
     with safe_open(path, framework="pt") as file:
         return file.metadata() or {}
-
-
-def files(folder):
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 @pytest.mark.parametrize("layout", ("MXFP8", "NVFP4"))
@@ -235,14 +229,25 @@ def test_a_model_without_int8_is_refused(dit, save, tmp_path):
             dit.module(model, dit.LAYER).register_parameter("weight", empty)
         with pytest.raises(ValueError, match=r"holds no INT8 weights. Connect Quantize to INT8"):
             save(model)
-    assert not files(tmp_path)
+    assert not [*tmp_path.rglob("*.*")]
 
 
 # What goes wrong while writing: nothing may be left, and an earlier file stays what it was.
 
 
-def save_to(model, destination):
-    return save_int8_model(model, destination, {})
+@pytest.fixture
+def target(tmp_path):
+    """Where to save: two paths, the first of which an earlier file has. And a check that a failure left only that."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    earlier, path = (folder / f"model_{number:05}_.safetensors" for number in (1, 2))
+    earlier.write_bytes(b"the previous model")
+
+    def assert_untouched():
+        assert list(folder.iterdir()) == [earlier]
+        assert earlier.read_bytes() == b"the previous model"
+
+    return (str(earlier), str(path)), assert_untouched
 
 
 def assert_explains(error, number, text):
@@ -299,7 +304,7 @@ def test_a_disk_that_fails_is_named(plain, target, monkeypatch, disk, number, te
     paths, assert_untouched = target
     disk(monkeypatch)
     with pytest.raises(OSError) as error:
-        save_to(plain, paths)
+        save_int8_model(plain, paths, {})
     assert_explains(error, number, text)
     assert_untouched()
 
@@ -308,21 +313,23 @@ def test_a_name_that_is_too_long_is_seen_before_writing(plain, save, monkeypatch
     monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("something was written"))
     with pytest.raises(OSError, match=r"x_00001_.safetensors .*could not be written: .*check its name"):
         save(plain, "x" * 250)
-    assert not files(tmp_path)
+    assert not [*tmp_path.rglob("*.*")]
 
 
-def test_a_cancel_while_saving(dit, plain, target, interrupt_at):
+@pytest.mark.parametrize("share", (0, 0.5))
+@pytest.mark.parametrize("save, options", ((save_int8_model, ()), (save_gguf_model, ("Q8_0",))), ids=("INT8", "GGUF"))
+def test_a_cancel_while_saving(plain, target, interrupt_at, save, options, share):
     paths, assert_untouched = target
-    interrupt_at(0)
+    interrupt_at(share)
     with pytest.raises(InterruptProcessingException):
-        save_to(plain, paths)
+        save(plain, paths, {}, *options)
     assert_untouched()
 
 
 def test_an_existing_file_is_never_replaced(plain, target):
     (earlier, _), assert_untouched = target
     with pytest.raises(FileExistsError, match=r"model_00001_.safetensors exists already and is not overwritten"):
-        save_to(plain, earlier)
+        save_int8_model(plain, earlier, {})
     assert_untouched()
 
 
@@ -380,13 +387,13 @@ def test_what_fails_beside_the_writing_is_not_told_of_the_file(write, tmp_path):
     with pytest.raises(OSError) as error:
         write(TENSORS, {}, fail)
     assert error.value.strerror == "the disk of the weights"
-    assert not files(tmp_path)
+    assert not [*tmp_path.rglob("*.*")]
 
 
 def test_a_dtype_that_the_format_lacks(write, tmp_path):
     with pytest.raises(ValueError, match=r"wave is torch.complex64"):
         write({"fine": torch.ones(1), "wave": torch.ones(1, dtype=torch.complex64)}, {})
-    assert not files(tmp_path)
+    assert not [*tmp_path.rglob("*.*")]
 
 
 def test_a_header_that_readers_refuse_is_seen_before_writing(write, tmp_path):
@@ -400,4 +407,4 @@ def test_a_header_that_readers_refuse_is_seen_before_writing(write, tmp_path):
         write({}, {"prompt": "p" * 8, "workflow": "w" * (most - rest)})
     with pytest.raises(ValueError, match="Most of it is the list of its tensors"):
         write({"n" * (most - 8): torch.ones(1)}, {"workflow": "{}"})
-    assert not files(tmp_path)
+    assert not [*tmp_path.rglob("*.*")]
