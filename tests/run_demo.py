@@ -1,8 +1,8 @@
 """See the pack at work on a CPU: python3 tests/run_demo.py [--keep-open] [--output DIR]
 
 Starts a real ComfyUI with this pack and a tiny diffusion transformer that draws letters and digits. Through the API it
-draws a text with the original model, quantizes the model to INT8, draws the text again with the same seed from the
-saved file, and times the linears of that model.
+draws a text with the original model, quantizes the model to INT8, and draws the text again with the same seed from the
+saved file.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from pathlib import Path
 from support import workflows
 from support.environment import Environment, prepare, run_script, say
 from support.server import GLYPH_MODEL, TESTS, ComfyServer, ExecutionFailed, PromptRejected, ServerError, serve
-from support.workflows import GLYPH_TEXT, Prompt, link
+from support.workflows import GLYPH_TEXT, Prompt
 
-BENCHMARK_TOKENS = 256
 WORKFLOW = "int8_glyphs"
 
 
@@ -47,7 +46,7 @@ def main() -> None:
 
 
 def run(environment: Environment, server: ComfyServer, output: Path) -> None:
-    """The demo itself; leaves its pictures and its table in ``output``."""
+    """The demo itself; leaves its pictures in ``output``."""
     say(f"drawing {GLYPH_TEXT} with the original model")
     prompt = Prompt()
     images = workflows.glyph_images(prompt, workflows.stock_model(prompt))
@@ -64,20 +63,7 @@ def run(environment: Environment, server: ComfyServer, output: Path) -> None:
     images = workflows.glyph_images(prompt, workflows.int8_model(prompt, int8_name))
     report(read(environment, server, server.queue(prompt)[images]["images"], output / "int8.png"), int8_file)
 
-    say("timing its linears")
-    prompt = Prompt()
-    benchmark = workflows.kernel_benchmark(
-        prompt, tokens=BENCHMARK_TOKENS, model=workflows.int8_model(prompt, int8_name)
-    )
-    picture = prompt.add("PreviewImage", images=link(benchmark))
-    results = server.queue(prompt)
-    table = "\n\n".join(table_text(table) for table in results[benchmark]["int8_benchmark"])
-    (output / "benchmark.txt").write_text(table + "\n")
-    (output / "benchmark.png").write_bytes(server.view(**results[picture]["images"][0]))
-    print(f"\n{table}\n")
-
     say(f"pictures: {output / 'original.png'}, {output / 'int8.png'}")
-    say(f"table:    {output / 'benchmark.txt'}, {output / 'benchmark.png'}")
 
 
 def read(environment: Environment, server: ComfyServer, images: list[dict], strip: Path) -> str:
@@ -94,15 +80,6 @@ def report(text: str, file: Path) -> None:
     """Say what a model drew, and how large its file is."""
     right = sum(drawn == wanted for drawn, wanted in zip(text, GLYPH_TEXT, strict=False))
     say(f"  reads {text}: {right} of {len(GLYPH_TEXT)} glyphs right, model file {file.stat().st_size / 1e6:.1f} MB")
-
-
-def table_text(table: dict) -> str:
-    """A benchmark result as aligned plain text."""
-    lines = [table["columns"], *table["rows"]]
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    numbers = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)][1:] for line in lines]
-    aligned = ["  ".join([line[0].ljust(widths[0]), *cells]) for line, cells in zip(lines, numbers, strict=True)]
-    return "\n".join([table["title"], *aligned, *table["notes"]])
 
 
 def keep_open(server: ComfyServer) -> None:
