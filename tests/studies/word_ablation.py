@@ -30,8 +30,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))  # as a script, only this folder is there
 
 from studies import ablation
-from studies.ablation import TensorDict, stock
-from studies.decoded_weights import NF4_BITS, quantizable
+from studies.ablation import NF4_BITS, TensorDict, quantizable, stock
 from studies.frame import Study, markdown, release
 from support.small_png import save_small_png
 from words.alphabet import Text, random_texts

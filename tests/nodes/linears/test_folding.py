@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from int8_dit.nodes.linears import folding
 from support.architectures import ARCHITECTURES
-from support.real_arithmetic import use_float_weights
 from support.tensors import relative_error
 
 # Float32's own rounding, through a whole model; and how much more INT8 may lose, since it rounds other numbers.
@@ -43,6 +42,18 @@ def smoothed(small, dit):
         return model, groups
 
     return make
+
+
+def use_float_weights(model):
+    """Let every quantized linear, of this pack or of ComfyUI's own, multiply by the float weight that it stands for.
+
+    An input that lies halfway between two INT8 steps is rounded up by one CPU and down by another.
+    """
+    quantized = [layer for layer in model.modules() if isinstance(getattr(layer, "weight", None), QuantizedTensor)]
+    assert quantized
+    for layer in quantized:
+        layer.weight = torch.nn.Parameter(layer.weight.dequantize().float(), requires_grad=False)
+        layer.layout_type = layer.quant_format = None
 
 
 def assert_same_models(folded, unfolded, output):
