@@ -23,14 +23,14 @@ NODE_SCALE = 1.5305
 NODE_SHIFT = 0.0609
 
 
-def image_to_model(images: torch.Tensor) -> torch.Tensor:
+def image_to_model(images: torch.Tensor, mean: float = PIXEL_MEAN, std: float = PIXEL_STD) -> torch.Tensor:
     """Images [B, 64, 64] in [0, 1] -> model-space latents [B, 16, 16, 16]."""
-    return F.pixel_unshuffle((images.unsqueeze(1) - PIXEL_MEAN) / PIXEL_STD, BLOCK)
+    return F.pixel_unshuffle((images.unsqueeze(1) - mean) / std, BLOCK)
 
 
-def model_to_image(latents: torch.Tensor) -> torch.Tensor:
+def model_to_image(latents: torch.Tensor, mean: float = PIXEL_MEAN, std: float = PIXEL_STD) -> torch.Tensor:
     """Model-space latents [B, 16, 16, 16] -> images [B, 64, 64]; not clamped."""
-    return F.pixel_shuffle(latents, BLOCK).squeeze(1) * PIXEL_STD + PIXEL_MEAN
+    return F.pixel_shuffle(latents, BLOCK).squeeze(1) * std + mean
 
 
 def model_to_node(latents: torch.Tensor) -> torch.Tensor:
