@@ -13,7 +13,8 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,33 +46,28 @@ TEXT_TOKENS = 256
 TEXT_FEATURES = 53248
 
 
-class PeakMemory:
-    """Device and host memory that a block of code takes beyond what is taken when it begins, in bytes."""
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[dict[str, float]]:
+    """GB of the device and of the host that a block of code takes beyond what is taken when it begins."""
+    process, done, on_gpu = psutil.Process(), threading.Event(), device.type == "cuda"
+    peaks = {"device_peak_gb": 0.0, "host_peak_gb": 0.0}
+    host, allocated = process.memory_info().rss, torch.cuda.memory_allocated() if on_gpu else 0
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._process = psutil.Process()
-        self.host = self.device = 0
+    def watch() -> None:
+        while not done.wait(0.02):
+            peaks["host_peak_gb"] = max(peaks["host_peak_gb"], (process.memory_info().rss - host) / 1e9)
 
-    def __enter__(self) -> "PeakMemory":
-        self._host_before = self._process.memory_info().rss
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            self._device_before = torch.cuda.memory_allocated()
-        self._done = threading.Event()
-        self._watcher = threading.Thread(target=self._watch)
-        self._watcher.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.02):
-            self.host = max(self.host, self._process.memory_info().rss - self._host_before)
-
-    def __exit__(self, *exception: object) -> None:
-        self._done.set()
-        self._watcher.join()
-        if self._device.type == "cuda":
-            self.device = torch.cuda.max_memory_allocated() - self._device_before
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield peaks
+    finally:
+        done.set()
+        watcher.join()
+    if on_gpu:
+        peaks["device_peak_gb"] = (torch.cuda.max_memory_allocated() - allocated) / 1e9
 
 
 def sampling_seconds(model, pixels: int, steps: int) -> float:
@@ -119,14 +115,13 @@ def measure_quantization(bf16, pixels: int, steps: int, rounds: int = 3) -> dict
         "weights of 4 bits, calibrated rounding": (replace(rounded, weight_bits=4), calibration),
     }
     for name, (settings, recorded_inputs) in variants.items():
-        with PeakMemory(device) as peak:
+        with peak_memory(device) as peaks:
             begin = time.perf_counter()
             quantized, report, _ = quantize_model(bf16, settings, "fused int8", recorded_inputs)
             seconds = time.perf_counter() - begin
         figures[name] = {
             "seconds": seconds,
-            "device_peak_gb": peak.device / 1e9,
-            "host_peak_gb": peak.host / 1e9,
+            **peaks,
             "result_gb": comfy.model_management.module_size(quantized.model) / 1e9,
             "protected": len(report.protected),
         }
