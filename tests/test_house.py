@@ -217,6 +217,7 @@ def test_a_face_shows_what_nodes_use_and_nothing_else(face):
 DROPS = {
     "fingerprint_inputs": "a node's other inputs do not change what it says of itself",
     "_patch_once": "a callback of ComfyUI's, told how a MODEL was loaded",
+    "_keep_schedule": "a callback of ComfyUI's, told how a MODEL was loaded",
     "_load_again": "a callback of ComfyUI's",
     "patch": "a callback of ComfyUI's, told how a MODEL was loaded",
     "execute": "the ticks of a node, which ComfyUI checks",

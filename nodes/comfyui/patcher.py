@@ -115,10 +115,12 @@ def copy_to_other_gpus(model: ModelPatcher) -> ModelPatcher:
 
 
 def let_patches_act(model: ModelPatcher, on_clone: Callable[[ModelPatcher, ModelPatcher], None]) -> None:
-    """Apply a MODEL's patches once each, also where models take turns on a card. `on_clone` gets it and its clones."""
+    """Apply a MODEL's patches once each, and each clone's own alone, also where models take turns on a card. `on_clone`
+    gets it and its clones."""
     if EnumHookMode is not None:  # the other mode cannot put floats back into quantized weights
         model.hook_mode = EnumHookMode.MinVram
     model.add_callback_with_key(CallbacksMP.ON_LOAD, CALLBACK_KEY, _patch_once)
+    model.add_callback_with_key(CallbacksMP.ON_LOAD, CALLBACK_KEY, _keep_schedule)
     model.add_callback_with_key(CallbacksMP.ON_PREPARE_STATE, CALLBACK_KEY, _load_again)
     model.add_callback_with_key(CallbacksMP.ON_CLONE, CALLBACK_KEY, on_clone)
     on_clone(model, model)
@@ -133,6 +135,13 @@ def _patch_once(model: ModelPatcher, *_: object) -> None:
                 functions = getattr(module, name, [])
                 if any(map(is_patch, functions)):
                     setattr(module, name, [function for function in functions if not is_patch(function)])
+
+
+def _keep_schedule(model: ModelPatcher, *_: object) -> None:
+    """Leave the sigmas to the sampling that they are of: with dynamic VRAM ComfyUI (0.30 to 0.33) puts them back by
+    name at the next load, into the sampling of whichever clone is loaded then, which draws another picture."""
+    for name in [name for name in getattr(model, "backup_buffers", ()) if name.startswith("model_sampling.")]:
+        del model.backup_buffers[name]  # ComfyUI has put equal ones in their place, on the card
 
 
 def _load_again(model: ModelPatcher, *_: object) -> None:

@@ -1,13 +1,14 @@
 """MODELs with ComfyUI's dynamic VRAM, whose card is in the host's memory here: they compute what others compute."""
 
 import gc
-from itertools import permutations
+from itertools import combinations, permutations
 from pathlib import Path
 
 import comfy.model_management
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcherDynamic
+from comfy_extras.nodes_model_advanced import ModelSamplingSD3
 from safetensors.torch import load_file
 
 from int8_dit.nodes.comfyui.lazy_tensors import are_copied, lazy_pieces
@@ -71,6 +72,17 @@ def test_the_same_bits(dit, both):
     model.partially_unload_ram(1e32)
     model.partially_unload(None, 1e32)
     assert torch.equal(dit.output(model), expected)  # from the file again
+
+
+def test_a_schedule_stays_that_of_its_clone(dit, tmp_path, card):
+    """Whatever sampled before with the same weights, and however often."""
+    model = dit.load(dit.write_as(tmp_path, "native"))
+    shifted = [ModelSamplingSD3().patch(model, shift)[0] for shift in (1.0, 12.0)]
+    pictures = [dit.sample(each, steps=2) for each in (model, *shifted) for _ in range(3)]
+    firsts = pictures[::3]
+    assert all(torch.equal(each, firsts[number // 3]) for number, each in enumerate(pictures))
+    assert not any(torch.equal(a, b) for a, b in combinations(firsts, 2))
+    assert torch.equal(dit.sample(model, steps=2), firsts[0])
 
 
 def test_a_full_card(dit, both, monkeypatch):
