@@ -2,7 +2,7 @@
 all, with bootstrap intervals."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -118,8 +118,7 @@ def comparison_table(results: Mapping[str, Sequence[Fidelity]]) -> dict[str, Any
             columns.append(f"{metric}{unit}" + (f", {name}" if len(names) > 1 else ""))
             cells.append(_column(values[name], f".{digits}f"))
         if len(names) > 1:
-            # Of two that are infinite the difference is 0.
-            differences = [0.0 if a == b else a - b for a, b in zip(*values.values(), strict=True)]
+            differences = [minus(a, b) for a, b in zip(*values.values(), strict=True)]
             columns.append(f"{metric}{unit}, difference")
             cells.append(_column([each if math.isfinite(each) else math.nan for each in differences], f"+.{digits}f"))
             verdicts.append(f"{metric}: {_verdict(differences, names, unit, digits)}")
@@ -187,15 +186,26 @@ def finite(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
-def interval(values: Sequence[float] | numpy.ndarray) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean by the percentile bootstrap, None of fewer than two values."""
+def minus(a: float, b: float) -> float:
+    """Return a - b; 0 for two that are infinite."""
+    return 0.0 if a == b else a - b
+
+
+def interval(
+    *samples: Sequence[float] | numpy.ndarray, statistic: Callable[..., numpy.ndarray] = numpy.mean
+) -> tuple[float, float] | None:
+    """Return the 95 % interval of a statistic of arrays by the percentile bootstrap, None of fewer than two items.
+
+    The statistic has a keyword argument `axis`. Several samples are drawn together, item by item.
+    """
     from scipy.stats import bootstrap  # comes with ComfyUI; too large to import at each start
 
-    if len(values) < 2:
+    if len(samples[0]) < 2:
         return None
     drawn = bootstrap(
-        (values,),
-        numpy.mean,
+        samples,
+        statistic,
+        paired=len(samples) > 1,
         n_resamples=RESAMPLES,
         batch=1000,
         method="percentile",

@@ -353,17 +353,12 @@ def _evaluated(name: str, subject: Glyphs | Blocks, model) -> Outcome:
 
 def interval(*samples: np.ndarray, statistic: Callable[..., np.ndarray] = np.mean) -> list[float]:
     """A statistic of samples whose items belong together, and its 95 % bootstrap interval."""
-    from scipy.stats import bootstrap
+    from int8_dit.nodes.pictures import comparison
 
-    from int8_dit.nodes.pictures.comparison import RESAMPLES
-
-    if len(samples[0]) < 2:
+    bounds = comparison.interval(*samples, statistic=statistic)
+    if bounds is None:
         raise ValueError(f"{len(samples[0])} items have no interval; take two or more.")
-    paired = len(samples) > 1
-    drawn = bootstrap(
-        samples, statistic, paired=paired, n_resamples=RESAMPLES, batch=1000, method="percentile", random_state=0
-    )
-    return [float(statistic(*samples, axis=-1)), *map(float, drawn.confidence_interval)]
+    return [float(statistic(*samples, axis=-1)), *bounds]
 
 
 def ratio_of_means(a: np.ndarray, b: np.ndarray, axis: int) -> np.ndarray:
