@@ -1,4 +1,4 @@
-"""What an error is called in a sentence for the user."""
+"""What an error is called in a sentence for the user, and what is said around it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
