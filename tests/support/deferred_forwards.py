@@ -77,6 +77,22 @@ class Block(torch.nn.Module):
         return (self.out if x.shape[-1] == WIDTH else self.down)(x)
 
 
+def deferring(block: Block, forward: Callable[[Block, Any], Any]) -> tuple[torch.nn.Module, Callable[[Any], Any]]:
+    """A model of a block and a forward, and what it computes as its own."""
+    from int8_dit.nodes.deferred.install import deferring_class
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block.renewed()
+
+        def forward(self, x: Any) -> Any:
+            return forward(self.block, x)
+
+    model = deferring_class(Model, torch.device("cpu"))()
+    return model, lambda x: Model.forward(model, x)
+
+
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 

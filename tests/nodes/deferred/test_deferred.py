@@ -22,6 +22,7 @@ from support import ideogram_block
 from support.architectures import ARCHITECTURES
 from support.comfyui_today import today
 from support.covering import covering
+from support.deferred_forwards import deferring
 from support.tensors import relative_error
 
 EXACT, ROUNDED = 1e-6, 1e-2  # behind an INT8 linear a value may round to its neighbour
@@ -291,21 +292,6 @@ def test_modes_of_others_that_begin_and_end_within(block):
             x.zero_()
     assert torch._C._len_torch_function_stack() == modes
     assert all(alike(t, expected, EXACT) for t in mode.finish([second, third]))
-
-
-def deferring(block, forward):
-    """A model of a block and a forward, and what it computes as its own."""
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = block.renewed()
-
-        def forward(self, x):
-            return forward(self.block, x)
-
-    model = deferral.install.deferring_class(Model, torch.device("cpu"))()
-    return model, lambda x: Model.forward(model, x)
 
 
 def test_no_forward_is_deferred_that_may_be_differentiated(block, made):

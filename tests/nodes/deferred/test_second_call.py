@@ -7,13 +7,9 @@ import pytest
 import torch
 
 from int8_dit.nodes.deferred import comparisons, consumers
-from int8_dit.nodes.deferred.install import deferring_class
 from support import deferred_forwards as forwards
 from support.architectures import ARCHITECTURES
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from support.deferred_forwards import randn
 
 
 def sized(name, kind=None, **sizes):
@@ -104,18 +100,10 @@ def test_the_model_as_its_own_is_given_the_same(small, monkeypatch, warned, arch
 def test_a_text_encoder_as_its_own_is_given_the_same(monkeypatch, warned):
     """A list of tokens, of which its forward takes the images."""
 
-    class Encoder(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = forwards.Block()
-
-        def forward(self, tokens):
-            return self.block.out(self.block.norm(tokens.pop()))
-
-    tokens = [forwards.randn(forwards.SAMPLES, forwards.TOKENS, forwards.WIDTH, seed=seed) for seed in (1, 2)]
-    encoder = deferring_class(Encoder, torch.device("cpu"))()
+    tokens = [randn(forwards.SAMPLES, forwards.TOKENS, forwards.WIDTH, seed=seed) for seed in (1, 2)]
+    encoder, own = forwards.deferring(forwards.Block(), lambda block, tokens: block.out(block.norm(tokens.pop())))
     with torch.no_grad():
-        expected = Encoder.forward(encoder, list(tokens))
+        expected = own(list(tokens))
         differs(monkeypatch)
         assert torch.equal(encoder(list(tokens)), expected)
     assert [said[0] for said in warned] == ["unfused"]
